@@ -17,6 +17,7 @@ from torch import nn
 
 from merakc.batches.dims import GivenDims, parse_batch_dims
 from merakc.batches.split import (
+    tensor_specs,
     tensors_of,
 )
 from merakc.errors import ConfigError
@@ -308,10 +309,10 @@ def _build(
         model, lowered, file, placements, groups, made.device, state=state, seed=seed,
         sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
         follows=made.fit.request.micro_batches is None, compared=made.compared,
+        specs=tensor_specs(*made.example),
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
-    steps.shape = key[:2]
     step = steps.add(key, recording, lowered, chunks(), layout)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches.objects import check_objects
-from merakc.batches.split import signature
+from merakc.batches.split import TensorSpecs, signature, tensor_specs
 from merakc.errors import PlanError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.values.outside import LossFunction, WithLoss
@@ -85,7 +86,7 @@ class Steps:
     follows: bool = False  # whether the number of micro-batches is ours to choose
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     same: Same = field(default_factory=Same)  # what steps keep alike
-    shape: Hashable = None  # of the batch that it is planned for: what begins the keys of its steps
+    specs: TensorSpecs = field(default_factory=list)  # of the batch that it is planned for
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
@@ -204,7 +205,8 @@ class Steps:
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
         # Of each product of each shape oneDNN keeps half a megabyte, or loses it.
-        onednn = self.planned.onednn and key[:2] == self.shape
+        as_planned = Counter(self.specs) <= Counter(tensor_specs(args, kwargs))
+        onednn = self.planned.onednn and as_planned
         made = self._lowered(args, kwargs, layout, form, onednn=onednn)
         light = self.add(key, *made, layout).let_go(self.same)
         self.compiled[next(reversed(self.compiled))] = light

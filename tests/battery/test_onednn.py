@@ -92,6 +92,30 @@ def test_trains_as_one_process(options: dict[str, Any]) -> None:
     assert "merakc.mm.default" in ops
 
 
+class Plain(nn.Module):
+    """Has no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(x)
+        return hidden
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Plain returns no loss")
+def test_with_a_loss_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "gain", lambda: 2.0)
+    made = merakc.auto_parallel(Plain(), batch(), cluster=NOMINAL_CPU)
+    used = []
+    for rows in range(2):
+        x = batch()["x"][:, rows:]
+        nn.functional.mse_loss(made(x=x), x).backward()
+        used.append([*made._steps.compiled.values()][-1].lowered.onednn)
+    assert used == [True, False]
+
+
 def test_only_of_the_shape_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps the kernels of every shape."""
     monkeypatch.setattr(gemm, "gain", lambda: 2.0)
