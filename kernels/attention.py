@@ -31,6 +31,7 @@ from merakc.kernels.attention_formulas import (
     to_bsh,
     to_bshd,
 )
+from merakc.kernels.attention_rows import backward_of, forward_of
 
 _FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,18 +43,19 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    start: int = 0,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v, of shape [b, h, s, e].
 
     q [b, h, s, d], k [b, g, t, d], v [b, g, t, e]; query head i reads key head i // (h / g).
     `mask` broadcasts to [b, h, s, t]: booleans say who may be attended, floats are added; it gets
-    no gradient. `causal` lets query i see keys 0..i, whatever s and t, and combines with a mask.
-    `scale` is 1/sqrt(d) unless given. A query that sees no key yields zeros.
+    no gradient. `causal` lets query i see keys 0..start + i, whatever s and t, and combines with a
+    mask: the first of the queries is row `start` of a sequence. `scale` is 1/sqrt(d) unless given. A query that sees no key yields zeros.
     """
     _check(q, k, v, mask)
     # Rounded as torch rounds it: d ** -0.5 may differ in the last bit.
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = torch.ops.merakc.attention(q, k, v, mask, causal, scale)[0]
+    out: Tensor = torch.ops.merakc.attention(q, k, v, mask, causal, scale, start)[0]
     return out
 
 
@@ -123,13 +125,15 @@ def _backward_cpu(
     return to_bshd(dq, q.dtype), to_bshd(dk, q.dtype), to_bshd(dv, q.dtype)
 
 
+FORWARD_CPU, BACKWARD_CPU = forward_of(_forward_cpu), backward_of(_backward_cpu)
+
 # Past the dispatcher and autograd
 
 
 def attention_now(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """What `merakc::attention` computes."""
     if q.is_cpu:
-        return _forward_cpu(q, *others)
+        return FORWARD_CPU(q, *others)
     found: tuple[Tensor, Tensor] = torch.ops.merakc.attention(q, *others)
     return found
 
@@ -137,7 +141,7 @@ def attention_now(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def attention_backward_now(grad_out: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What `merakc::attention_backward` computes."""
     if grad_out.is_cpu:
-        return _backward_cpu(grad_out, *others)
+        return BACKWARD_CPU(grad_out, *others)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.merakc.attention_backward(grad_out, *others)
     return found
 
@@ -145,9 +149,7 @@ def attention_backward_now(grad_out: Tensor, *others: Any) -> tuple[Tensor, Tens
 # Registration
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, h, s, _ = q.shape
     out = q.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
     return out, q.new_empty((b, s, h), dtype=lse_dtype(q.dtype)).transpose(1, 2)
@@ -160,7 +162,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.start = inputs
     ctx.save_for_backward(q, k, v, mask, *output)
     ctx.mark_non_differentiable(output[1])
 
@@ -168,27 +170,27 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, mask, out, logsumexp = ctx.saved_tensors
     grads = torch.ops.merakc.attention_backward(
-        grad_out, q, k, v, out, logsumexp, mask, ctx.causal, ctx.scale
+        grad_out, q, k, v, out, logsumexp, mask, ctx.causal, ctx.scale, ctx.start
     )
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 torch.library.define(
     "merakc::attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int start=0)"
     " -> (Tensor out, Tensor logsumexp)",
 )
 torch.library.define(
     "merakc::attention_backward",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? mask,"
-    " bool causal, float scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " bool causal, float scale, int start=0) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
-torch.library.impl("merakc::attention", "default", reference)
-torch.library.impl("merakc::attention", "cpu", _forward_cpu)
-torch.library.impl("merakc::attention", "cuda", attention_cuda.forward)
-torch.library.impl("merakc::attention_backward", "default", reference_backward)
-torch.library.impl("merakc::attention_backward", "cpu", _backward_cpu)
-torch.library.impl("merakc::attention_backward", "cuda", attention_cuda.backward)
+torch.library.impl("merakc::attention", "default", forward_of(reference))
+torch.library.impl("merakc::attention", "cpu", FORWARD_CPU)
+torch.library.impl("merakc::attention", "cuda", forward_of(attention_cuda.forward))
+torch.library.impl("merakc::attention_backward", "default", backward_of(reference_backward))
+torch.library.impl("merakc::attention_backward", "cpu", BACKWARD_CPU)
+torch.library.impl("merakc::attention_backward", "cuda", backward_of(attention_cuda.backward))
 torch.library.register_fake("merakc::attention", _fake)
 torch.library.register_fake("merakc::attention_backward", _fake_backward)
 torch.library.register_autograd("merakc::attention", _differentiate, setup_context=_save)

@@ -8,6 +8,8 @@ from merakc.ir.graph import Node, Ref
 from merakc.passes.sharding.dims import Dims, argument, broadcast_dims, given, need_whole
 from merakc.passes.sharding.factors import Dim, Factor, block, new_dim, size, unify
 
+SUM = 2  # at::Reduction
+
 
 def _addmm(dims: Dims, node: Node) -> None:
     bias, x, w = (dims.of[a] for a in node.args[:3])
@@ -54,7 +56,7 @@ def _attention(dims: Dims, node: Node) -> None:
         unify([shared], key[1])
     unify(key[2], value[2])
     unify(query[3], key[3])
-    for dim in (query[2], key[2], query[3]):
+    for dim in (key[2], query[3]):
         need_whole(dim, node)
     if isinstance(node.args[3], Ref):
         mask = dims.of[node.args[3]]
@@ -111,16 +113,24 @@ def _searchsorted(dims: Dims, node: Node) -> None:
 
 def _cross_entropy(dims: Dims, node: Node) -> None:
     logits, target = dims.of[node.args[0]], dims.of[node.args[1]]
-    weight = argument(node, 2, "weight")
-    classes = logits[1] if len(logits) > 1 else logits[0]
-    if weight is not None or len(target) == len(logits) or len(logits) != 2:
-        block(classes, "cross-entropy with class weights, class probabilities or extra dims")
+    at = 1 if len(logits) > 1 else 0
+    classes, samples = logits[at], logits[:at] + logits[at + 1 :]
+    is_index = len(target) < len(logits)
+    for own, dim in zip(samples, target if is_index else target[:at] + target[at + 1 :], strict=True):
+        unify(own, dim)
+    summed = []
+    if argument(node, 2, "weight") is not None or not is_index or len(logits) != 2:
+        why = "cross-entropy with class weights, class probabilities or extra dims"
+        block([*classes, *(target[at] if not is_index else [])], why)
     else:
-        unify(logits[0], target[0])
-        dims.summed[node.name] = [classes]
-    for dim in (*logits[:1], *logits[2:], *target):
-        if dim is not classes:
-            block(dim, "the samples of a loss")
+        summed.append(classes)
+    if given(node, "reduction") == SUM:
+        dims.summed[node.name] = [*summed, *samples]
+        dims.put(node, [])
+        return
+    dims.summed[node.name] = summed
+    for dim in samples:
+        block(dim, "the samples of a loss")
     dims.fresh(Ref(node.name), "a loss")
 
 

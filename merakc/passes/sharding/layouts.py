@@ -23,12 +23,14 @@ class SequenceSplit:
     """A part of the graph that runs on parts of sequences (arXiv 2205.05198, section 4.2).
 
     The `nodes` compute on a rank's part; `kept` are the values of which a rank has only that, also
-    where other nodes read them; `layouts` those of all values that the nodes read or write.
+    where other nodes read them; `layouts` those of all values that the nodes read or write. `whole`
+    says which of its nodes need which arguments whole.
     """
 
     nodes: frozenset[str]
     kept: frozenset[Ref]
     layouts: Mapping[Ref, Layout]
+    whole: frozenset[tuple[str, Ref]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,11 @@ class Sharding:
     ) -> dict[Ref, TensorSpec]:
         """The specs of what the node reads and writes, as tp rank `rank` computes them."""
         part = next((s for s in self.sequences if node.name in s.nodes), None)
-        layouts = {**self.layouts, **part.layouts} if part else self.layouts
+        layouts = self.layouts if part is None else {**self.layouts, **part.layouts}
+        whole = {r for r in node.refs if part is not None and (node.name, r) in part.whole}
         outs = (Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)
         return {
-            ref: TensorSpec(layouts[ref].local_shape(self.tp, rank), specs[ref].dtype)
+            ref: TensorSpec((self.layouts if ref in whole else layouts)[ref].local_shape(self.tp, rank), specs[ref].dtype)
             for ref in (*node.refs, *outs)
         }
 
@@ -88,6 +91,7 @@ class Sharding:
                 s.nodes,
                 s.kept | {new for old, new in names.items() if old in s.kept},
                 {**s.layouts, **{n: s.layouts[o] for o, n in names.items() if o in s.layouts}},
+                s.whole | {(node, names[ref]) for node, ref in s.whole if ref in names},
             )
             for s in self.sequences
         )

@@ -126,20 +126,20 @@ class Problem:
         rule = self.rule(node)
         summed = {f for dim in rule.summed.get("node", ()) for f in atoms(dim)}
         reached: set[Factor] = set()
-        for ref, alias in zip(dict.fromkeys(node.refs), _aliases(node).values(), strict=True):
+        for ref, alias in zip(dict.fromkeys(node.refs), aliases_of(node).values(), strict=True):
             if self.is_without(ref, factor):
                 continue
-            own = self._covering(rule.of[alias], self.place(ref, factor), factor.size)
+            own = self.covering(rule.of[alias], self.place(ref, factor), factor.size)
             if own is None or own.blocked or own.segments or own in summed:
                 return False
             reached.add(own)
         ends = {
-            self._covering(rule.of[Ref("node", o.index)], self.place(o, factor), factor.size)
+            self.covering(rule.of[Ref("node", o.index)], self.place(o, factor), factor.size)
             for o in outs
         }
         return bool(reached) and ends <= reached
 
-    def _covering(self, own: list[Dim], place: tuple[int, int] | None, size: int) -> Factor | None:
+    def covering(self, own: list[Dim], place: tuple[int, int] | None, size: int) -> Factor | None:
         """The factor of a rule that the place of a value's factor lies in."""
         if place is None:
             return None
@@ -159,7 +159,7 @@ class Problem:
 
     def _rule(self, node: Node) -> Dims:
         """The same answer, computed once for nodes that are alike."""
-        aliases = _aliases(node)
+        aliases = aliases_of(node)
         alone = replace(
             node, name="node", module="", source="",
             args=map_refs(node.args, aliases.__getitem__),
@@ -186,7 +186,7 @@ class Problem:
             if self.is_exit(n) and self.place(Ref(n.name), factor) is not None
         }
         open_nodes = movable | exits
-        cut = _Cut()
+        cut = Cut()
         for node in self.graph.nodes:
             if node.name in open_nodes:
                 self._add_node(cut, node, factor, movable)
@@ -225,7 +225,7 @@ class Problem:
             if self.place(ref, factor) is not None
         }
 
-    def _add_node(self, cut: _Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
+    def _add_node(self, cut: Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
         """The cost of the node outside a split sequence: repeated work, or half an all-reduce."""
         made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
         if node.name in movable:
@@ -238,7 +238,7 @@ class Problem:
             cut.add("source", node.name, self._gathered_s(made_bytes))
 
     def _add_reads(
-        self, cut: _Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
+        self, cut: Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
     ) -> None:
         """The cost of moving the node's arguments to its side."""
         reader = node.name if node.name in movable else "sink"
@@ -266,12 +266,12 @@ class Problem:
         return all_gather_seconds(size_bytes, self.machine.group, self.machine.fabric)
 
 
-def _aliases(node: Node) -> dict[Ref, Ref]:
+def aliases_of(node: Node) -> dict[Ref, Ref]:
     """The node's arguments, each under a name that says only which one it is."""
     return {ref: Ref(f"x{k}") for k, ref in enumerate(dict.fromkeys(node.refs))}
 
 
-class _Cut:
+class Cut:
     """A minimum cut between "source" and "sink"."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.passes.sharding.choose import choose, factors_of
+from merakc.passes.sharding.context import split_context
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Factor, atoms, layout
 from merakc.passes.sharding.layouts import Sharding
@@ -22,14 +23,18 @@ def shard(
     *,
     cluster: Cluster = NOMINAL_GPU,
     sequence_parallel: bool = False,
+    context_parallel: bool = False,
 ) -> Sharding:
     """Decides how the graph's values are split over `tp` ranks of a cluster.
 
     With `splits`, those parameters and buffers are split as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
-    all ranks is computed on parts of sequences. Raises `ShardError` where nothing can be split.
+    all ranks is computed on parts of sequences. With `context_parallel` that is all: no parameter is
+    split. Raises `ShardError` where nothing can be split.
     """
     dims = propagate(graph)
+    if context_parallel and tp > 1:
+        return split_context(dims, sharding_of(dims, set(), tp))
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)
     sharding = sharding_of(dims, chosen, tp)
     return split_sequences(dims, sharding, chosen) if sequence_parallel else sharding

@@ -38,7 +38,7 @@ SCATTERS = ("scatter", "reduce_scatter")
 
 def spmd_partition(graph: Graph, sharding: Sharding, rank: int) -> Graph:
     """The graph of tp rank `rank`: local shapes, local constants, collectives."""
-    if not any(lay.is_split for lay in sharding.layouts.values()):
+    if not sharding.sequences and not any(lay.is_split for lay in sharding.layouts.values()):
         return graph
     return SpmdPartitioner(graph, sharding, rank).run()
 
@@ -49,7 +49,8 @@ class SpmdPartitioner:
     def __init__(self, graph: Graph, sharding: Sharding, rank: int) -> None:
         self.graph, self.whole, self.rank = graph, sharding, rank
         self.sharding = sharding
-        self.within: SequenceSplit | None = None  # of the node being written
+        self.node = ""  # that is being written
+        self.within: SequenceSplit | None = None  # where it is
         self.specs = graph.specs()
         self.grads = graph.grad_values()
         self.nodes: list[Node] = []
@@ -105,15 +106,15 @@ class SpmdPartitioner:
 
     def enter(self, ref: Ref) -> Ref:
         """A value as a node on split dims reads it: its gradient there is a partial sum."""
-        split = self.whole.sequence_of(ref)
-        if self.within is not None and ref in self.within.layouts:
-            if split is self.within:
+        split, within = self.whole.sequence_of(ref), self.within
+        if within is not None and ref in within.layouts and (self.node, ref) not in within.whole:
+            if split is within:
                 return self.now.get(ref, ref)
-            return self.move(ref, self.within.layouts[ref], "scatter")
+            return self.move(ref, within.layouts[ref], "scatter")
         if split is not None:
             return self.move(ref, split.layouts[ref], "gather_to")
         ref_now = self.now.get(ref, ref)
-        if self.is_split(ref) or ref not in self.grads:
+        if self.whole.layouts[ref].is_split or ref not in self.grads:
             return ref_now
         if ref not in self.entered:
             name = f"{ref.node}.{ref.index}.copy_to" if ref.index else f"{ref.node}.copy_to"
@@ -124,6 +125,7 @@ class SpmdPartitioner:
 
     def write(self, node: Node) -> None:
         """Adds the local form of a node."""
+        self.node = node.name
         if node.op == GATHERED:
             self.gather(node)
             return

@@ -10,12 +10,14 @@ import torch
 
 from merakc.errors import ShardError
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
+from merakc.ir.layout import Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.sharding.dims import argument, broadcast_shape, given, named_dims, signature
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.rows import Along, Loss, Shape
 from merakc.passes.sharding.rules import ROWS
 
+ATTENTION = "merakc.attention.default"
 MEAN = 1  # at::Reduction
 
 
@@ -233,10 +235,13 @@ def _embedding(out: Writer, node: Node) -> None:
 
 
 def _cross_entropy(out: Writer, node: Node) -> None:
+    logits, target = node.args[:2]
     if node.name not in out.sharding.partial:
         out.add(node, map_refs(node.args, out.enter))
         return
-    logits, target = node.args[:2]
+    if not any(f.split for f in out.sharding.layouts[logits].dims[-1]):  # samples are
+        out.add_sum(node, node.op, map_refs(node.args, out.enter))
+        return
     start, vocabulary = _rows(out, logits, 1)
     rest = (
         argument(node, 3, "reduction", 1),
@@ -247,16 +252,26 @@ def _cross_entropy(out: Writer, node: Node) -> None:
     out.add(replace(node, kwargs=()), args, "composite.vocab_parallel_cross_entropy")
 
 
+def _attention(out: Writer, node: Node) -> None:
+    """A rank's queries may be rows from any one on, which a causal mask goes by."""
+    args = map_refs(node.args, out.enter)
+    rows = out.sharding.layouts[Ref(node.name)].index(2, out.sharding.tp, out.rank)
+    if not node.args[4] or len(rows) == node.spec.shape[2] or not len(rows):
+        out.add(node, args)
+        return
+    start = int(rows[0])
+    assert torch.equal(rows, torch.arange(start, start + len(rows))), "rows beside each other"
+    out.add(node, (*args, start))
+
+
 def _draw(out: Writer, node: Node) -> None:
     """Makes a shard's random numbers that part of the whole tensor's."""
     at = KEY_POSITION[node.op]
-    key, sample, sizes = node.args[at : at + 3]
-    factors = [f for dim in out.sharding.layouts[Ref(node.name)].dims for f in dim]
-    blocks = [(f.size, *f.bounds(out.sharding.tp, out.rank)) for f in factors]
-    sample, blocks = refined(sizes, sample, blocks)
+    own = out.sharding.layouts[Ref(node.name)]
+    sample, blocks = draw_blocks(node, own, out.sharding.tp, out.rank)
     args = (
         *map_refs(node.args[:at], out.enter),
-        key,
+        node.args[at],
         sample,
         tuple(size for size, _, _ in blocks),
         tuple(start for _, start, _ in blocks),
@@ -265,6 +280,17 @@ def _draw(out: Writer, node: Node) -> None:
     if len(node.args) > at + 5:
         args = (*args, out.local_shape(node), *node.args[at + 6 :])
     out.add(node, args)
+
+
+def draw_blocks(
+    node: Node, own: Layout, tp: int, rank: int
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """A rank's part of a draw that lies so: the dim of samples, and (size, start, end) of each dim
+    of the array by which it is keyed. Raises `ShardError` where the part is no block of it.
+    """
+    _, sample, sizes = node.args[KEY_POSITION[node.op] :][:3]
+    blocks = [(f.size, *f.bounds(tp, rank)) for dim in own.dims for f in dim]
+    return refined(sizes, sample, blocks)
 
 
 def refined(
@@ -327,6 +353,7 @@ SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
     "aten.unsafe_split_with_sizes.default": _split,
     "aten.embedding.default": _embedding,
     "aten.cross_entropy_loss.default": _cross_entropy,
+    ATTENTION: _attention,
     **{op: _fresh for op, row in ROWS.items() if row == Shape("fresh")},
     **{op: _cut for op, row in ROWS.items() if isinstance(row, Along) and row.cut},
     **{op: _averaged for op, row in ROWS.items() if row == Loss()},

@@ -1,0 +1,256 @@
+"""Context parallelism: ranks that hold a model whole compute on parts of its sequences.
+
+A dim of the activations that the graph carries from its inputs to its losses is cut over the ranks.
+What needs it whole is gathered: an attention its keys and values, of which each rank then attends
+its own queries to all (as in Llama 3's training, arXiv 2407.21783, section 3.3.2). What a rank
+makes of its part alone and what is a sum over the dim costs no more than the sum. All else is
+computed whole on every rank, from gathered values: dear, and right.
+
+Which nodes compute on parts is a minimum cut, as in `merakc.passes.sharding.sequence`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+
+from merakc.costs.device import place_on
+from merakc.costs.nodes import divided_seconds
+from merakc.errors import ShardError
+from merakc.ir.graph import InputKind, Node, Ref
+from merakc.ir.layout import DimFactor, Layout
+from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.sharding.choose import LIKE_LARGE, PASSES
+from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.factors import Factor, atoms, layout, leaves
+from merakc.passes.sharding.gather_products import COLUMNS
+from merakc.passes.sharding.layouts import SequenceSplit, Sharding
+from merakc.passes.sharding.sequence import MAX_DIMS, Cut, Problem, aliases_of
+from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
+
+
+def split_context(dims: Dims, sharding: Sharding) -> Sharding:
+    """The sharding of a graph of which nothing is split, with its sequences split over the ranks.
+
+    Raises `ShardError` where no dim of its activations can be.
+    """
+    problem = ContextProblem(dims, sharding)
+    found: list[SequenceSplit] = []
+    sums: set[str] = set()
+    for factor in problem.candidates()[:MAX_DIMS]:
+        _, split = problem.solve(factor)
+        if split is not None:
+            problem.taken |= split.nodes
+            found.append(split)
+            sums |= {n for n in split.nodes if problem.is_sum(n, factor)}
+    if not found:
+        raise ShardError(
+            f"cp={sharding.tp}: no dim of the activations of {sharding.tp} or more elements, beside "
+            "those of samples and of weights, runs through the graph, so that no sequence can be "
+            "split; use cp=1"
+        )
+    return replace(sharding, sequences=tuple(found), partial=sharding.partial | sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """How a node on parts reads: the arguments that it needs whole; whether its result is a sum of
+    the parts'.
+    """
+
+    whole: frozenset[Ref]
+    is_sum: bool
+
+
+class ContextProblem(Problem):
+    """Which nodes of one graph may compute on parts of a sequence, and what that costs."""
+
+    def __init__(self, dims: Dims, sharding: Sharding) -> None:
+        super().__init__(dims, sharding, set())
+        self.machine = place_on(LIKE_LARGE, sharding.tp)
+        inputs = self.graph.inputs
+        self.parameters = {Ref(i.name) for i in inputs if i.kind is InputKind.PARAMETER}
+        self.nodes = {n.name: n for n in self.graph.nodes}
+        self._reads: dict[tuple[str, int], _Reads | None] = {}
+
+    def candidates(self) -> list[Factor]:
+        """The dims that trained values have, those that most bytes have first: but for the samples
+        of a batch and for what weights have.
+        """
+        barred = set[Factor]()
+        for item in self.graph.inputs:
+            own = self.dims.of[Ref(item.name)]
+            if item.kind is InputKind.BATCH and own:
+                barred.update(leaves(own[0]), atoms(own[0]))
+        for node in self.graph.nodes:
+            for ref in node.refs if node.op in COLUMNS else ():
+                if ref in self.parameters:
+                    barred.update(f for dim in self.dims.of[ref] for f in leaves(dim))
+        sizes: Counter[Factor] = Counter()
+        for ref in self.grads - self.parameters:
+            for factor in {f for dim in self.dims.of[ref] for f in leaves(dim)} - barred:
+                if factor.size >= self.sharding.tp and not factor.segments:
+                    sizes[factor] += self.specs[ref].size_bytes
+        return [factor for factor, _ in sizes.most_common()]
+
+    def place(self, ref: Ref, factor: Factor) -> tuple[int, int] | None:
+        """The first dim of a value that has the factor, and the size of what is outside of it: of
+        scores the dim of queries, which stands before that of keys.
+        """
+        for k, dim in enumerate(self.dims.of[ref]):
+            outer = 1
+            for own in leaves(dim):
+                if own is factor:
+                    return k, outer
+                outer *= own.size
+        return None
+
+    def is_sum(self, name: str, factor: Factor) -> bool:
+        """Whether a node on parts gives a part of a sum."""
+        reads = self.reads(self.nodes[name], factor)
+        return reads is not None and reads.is_sum
+
+    def may_be_inside(self, node: Node, factor: Factor) -> bool:
+        """Whether the node gives its part of the result, or of a sum, from parts of arguments."""
+        return node.name not in self.taken and self.reads(node, factor) is not None
+
+    def reads(self, node: Node, factor: Factor) -> _Reads | None:
+        """How the node reads where it computes on parts; None where it cannot."""
+        key = node.name, id(factor)
+        if key not in self._reads:
+            self._reads[key] = self._find_reads(node, factor)
+        return self._reads[key]
+
+    def _find_reads(self, node: Node, factor: Factor) -> _Reads | None:
+        outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
+        if not any(o in self.grads for o in outs):
+            return None
+        rule, size = self.rule(node), factor.size
+        summed = {f for dim in rule.summed.get("node", ()) for f in atoms(dim)}
+        places = [self.place(o, factor) for o in outs]
+        is_sum = all(p is None for p in places)
+        if not is_sum:
+            made = [Ref("node", o.index) for o in outs]
+            ends = {
+                self.covering(rule.of[o], p, size) for o, p in zip(made, places, strict=True)
+            }
+            if len(ends) != 1 or None in ends or ends & summed:
+                return None
+        parts: set[Factor] = set()
+        whole: set[Ref] = set()
+        for ref, alias in aliases_of(node).items():
+            place = self.place(ref, factor)
+            if place is None:
+                if not self.is_without(ref, factor):
+                    return None
+                continue
+            own = self.covering(rule.of[alias], place, size)
+            if own is not None and own in (summed if is_sum else ends):
+                parts.add(own)
+            else:
+                whole.add(ref)
+        if len(parts) != 1:
+            return None
+        (part,) = parts
+        if part.blocked or part.segments or not self._is_computed(node, factor, whole):
+            return None
+        for ref, alias in aliases_of(node).items():
+            # Of what is read whole no dim is that of the parts.
+            if ref in whole and any(part in leaves(dim) for dim in rule.of[alias]):
+                return None
+        return _Reads(frozenset(whole), is_sum)
+
+    def _is_computed(self, node: Node, factor: Factor, whole: Iterable[Ref]) -> bool:
+        """Whether the node's op has a form for parts like these."""
+        if node.op == ATTENTION:  # of causal ones a rank has rows that follow each other
+            place = self.place(Ref(node.name), factor)
+            return place is not None and (not node.args[4] or place[1] == 1)
+        if node.op in KEY_POSITION:
+            lay = self.layout_of(Ref(node.name), factor)
+            try:
+                for rank in range(self.sharding.tp):
+                    draw_blocks(node, lay, self.sharding.tp, rank)
+            except (AssertionError, ShardError):  # no block of the array by which it is keyed
+                return False
+            return True
+        return not (whole and node.op in SPECIAL)
+
+    def layout_of(self, ref: Ref, factor: Factor) -> Layout:
+        """The layout of a value on parts: cut where its place is, and nowhere else."""
+        place = self.place(ref, factor)
+        assert place is not None
+        cut = layout(self.dims.of[ref], self.dims.shapes[ref], {factor})
+        return Layout(
+            tuple(
+                dim if k == place[0] else (DimFactor(full),)
+                for k, (dim, full) in enumerate(zip(cut.dims, cut.shape, strict=True))
+            )
+        )
+
+    def solve(self, factor: Factor) -> tuple[float, SequenceSplit | None]:
+        """The cheapest set of nodes to run on parts of this factor's dim, and the seconds saved;
+        None if that is none.
+        """
+        movable = self._movable(factor)
+        cut = Cut()
+        for node in self.graph.nodes:
+            if node.name in movable:
+                self._add_node(cut, node, factor, movable)
+            self._add_reads(cut, node, factor, movable, movable)
+        inside, saved_s = cut.source_side()
+        nodes = frozenset(movable & inside)
+        if not nodes:
+            return 0.0, None
+        kept = {
+            Ref(name, k)
+            for name in nodes
+            if not self.is_sum(name, factor)
+            for k, o in enumerate(self.nodes[name].outputs)
+            if o is not None
+        }
+        whole = {
+            (name, ref)
+            for name in nodes
+            if (reads := self.reads(self.nodes[name], factor)) is not None
+            for ref in reads.whole
+        }
+        layouts = self._layouts(nodes, kept, factor)
+        return saved_s, SequenceSplit(nodes, frozenset(kept), layouts, frozenset(whole))
+
+    def _add_node(self, cut: Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
+        """The cost of the node whole: the work that all ranks repeat; on parts, that of a sum."""
+        work_s = divided_seconds(node, self.specs, self.machine)
+        cut.add("source", node.name, (1 - 1 / self.sharding.tp) * PASSES * work_s)
+        if self.is_sum(node.name, factor):
+            made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
+            cut.add(node.name, "sink", 2 * self._gathered_s(made_bytes))
+
+    def _add_reads(
+        self, cut: Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
+    ) -> None:
+        """The cost of gathering and cutting the node's arguments. Of parameters none: their
+        gradients are sums over the ranks whatever is split.
+        """
+        reads = self.reads(node, factor) if node.name in movable else None
+        for ref in dict.fromkeys(node.refs):
+            size_s = self._gathered_s(self.specs[ref].size_bytes)
+            is_whole = reads is None or ref in reads.whole
+            maker = ref.node if ref.node in movable and not self.is_sum(ref.node, factor) else ""
+            if maker:
+                cut.add(maker, f"gather:{ref}", size_s)
+                cut.add(f"gather:{ref}", "sink" if is_whole else node.name)
+            if reads is not None and ref in self.grads and ref not in self.parameters:
+                cut.add(node.name, f"enter:{ref}")
+                passes = 2 if is_whole or self.place(ref, factor) is None else 1
+                cut.add(f"enter:{ref}", maker or "sink", passes * size_s)
+
+    def _layouts(
+        self, nodes: frozenset[str], kept: Iterable[Ref], factor: Factor
+    ) -> Mapping[Ref, Layout]:
+        read = {r for name in nodes for r in self.nodes[name].refs}
+        return {
+            ref: self.layout_of(ref, factor)
+            for ref in {*read, *kept}
+            if self.place(ref, factor) is not None
+        }
