@@ -80,6 +80,7 @@ def auto_parallel(
     plan: GivenPlan | None = None,
     dp: int | None = None,
     tp: int | None = None,
+    cp: int | None = None,
     pp: int | None = None,
     micro_batches: int | None = None,
     schedule: str | Path = "auto",
@@ -114,6 +115,7 @@ def auto_parallel(
         plan: a plan, or its file, in place of a search; what that measured stands. Rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
+        cp: ranks that hold a model whole and each take a part of every sequence, in place of tp.
         pp: pipeline ranks.
         micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
@@ -179,11 +181,13 @@ def _made_again(
     """
     if unknown := sorted(options.keys() - (asked.keys() - {"model", "weights"})):
         raise ConfigError(f"{', '.join(unknown)}: no arguments of auto_parallel to be changed")
-    kept = ("tp", "pp", "precision", "offload", "batch_dims", "couplings") if asked["plan"] else ()
+    kept = ("pp", "precision", "offload", "batch_dims", "couplings") if asked["plan"] else ()
     asked = {**asked, **{name: getattr(before, name) for name in kept}}
+    if asked["plan"]:
+        asked |= {"tp": before.parameter_parts, "cp": before.tp // before.parameter_parts}
     asked |= {"dp": before.dp, "plan": None, "ledger": None}
     if "plan" in options:
-        asked |= dict.fromkeys(("dp", "tp", "pp"))
+        asked |= dict.fromkeys(("dp", "tp", "cp", "pp"))
     return _made(asked | dict(options) | {"model": model}, lambda: weights)
 
 
@@ -217,7 +221,7 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
         precision=parse_precision(asked["precision"]), couplings=asked["couplings"],
         batch_dims=parse_batch_dims(asked["batch_dims"]), total_batch_size=asked["batch_size"],
         **{name: asked[name] for name in names},
-    )  # fmt: skip
+    ).with_cp(asked["cp"])  # fmt: skip
     model, loss = asked["model"], asked["loss"]
     forward = model if loss is None else WithLoss(model, loss)
     given = asked["plan"], asked["cluster"], device, agreed

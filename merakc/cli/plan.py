@@ -63,6 +63,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help=HELP)] = "h100",
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share sequences.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
@@ -93,7 +94,7 @@ def plan(
             recompute=recompute, sequence_parallel=None,
             state_shards=_shards(state_shards), precision=mixed, overlap=overlap,
             offload=offload,
-        )  # fmt: skip
+        ).with_cp(cp)  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
         asked = with_schedule(request)
         with ending_after(limit):

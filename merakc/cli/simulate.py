@@ -128,7 +128,7 @@ def _figures(file: PlanFile, cluster: Cluster, goal: Goal) -> dict[str, object]:
     return {
         "machines": cluster.name,
         "ranks": plan.mesh.world_size,
-        "degrees": f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp}",
+        "degrees": plan.shown_degrees,
         "batch": batch,
         "micro_batches": plan.micro_batches,
         "schedule": plan.schedule,

@@ -111,6 +111,7 @@ def _degrees(plan: Plan) -> dict[str, object]:
         "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "stages": len(plan.rank_of),
         "micro_batches": plan.micro_batches, "schedule": plan.schedule,
         "recompute": plan.recompute, "sequence_parallel": plan.sequence_parallel,
+        "context_parallel": plan.context_parallel,
         "state_shards": [str(s) for s in plan.state_shards],
         "precision": str(plan.precision) if plan.precision else None,
         "sub_batches": list(plan.sub_batches),
@@ -120,7 +121,7 @@ def _degrees(plan: Plan) -> dict[str, object]:
 
 def _text(plan: Plan) -> str:
     parts = [
-        f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp}",
+        plan.shown_degrees,
         f"{plan.micro_batches} micro-batches",
         f"{plan.schedule} on {len(plan.rank_of)} stages",
         f"recompute {plan.recompute}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from merakc.ir.precision import Precision
 from merakc.ir.program import Degrees, Mesh
@@ -13,6 +13,22 @@ AXES = tuple(field.name for field in fields(Degrees))
 S = TypeVar("S", bound="Strategy")
 
 
+class Form(NamedTuple):
+    """How the ranks of the tp axis share a micro-batch."""
+
+    tp: int
+    sequence_parallel: bool = False
+    context_parallel: bool = False
+
+    def __str__(self) -> str:
+        return f"{'cp' if self.context_parallel else 'tp'} {self.tp}"
+
+    @property
+    def parameter_parts(self) -> int:
+        """The ranks that share each parameter."""
+        return 1 if self.context_parallel else self.tp
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy(Degrees):
     """The ranks of each axis, and all that the planner decides before it looks at a graph.
@@ -20,7 +36,8 @@ class Strategy(Degrees):
     `batch_size` are the samples of a dp rank, in so many `micro_batches`. `schedule` names the
     order of work; `order` is that order, a text for each pipeline rank, where the name does not
     say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
-    whole runs on parts of sequences. `recompute` says what a backward computes again.
+    whole runs on parts of sequences. With `context_parallel` the ranks of tp split sequences in
+    place of parameters: their number is then the degree that is known as cp. `recompute` says what a backward computes again.
     `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
     empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
     names the kinds of tensors (`merakc.ir.offload`) of which some live on the host.
@@ -32,6 +49,7 @@ class Strategy(Degrees):
     order: tuple[str, ...] = ()
     chunks: int = 1
     sequence_parallel: bool = False
+    context_parallel: bool = False
     recompute: str = "none"
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None
@@ -53,9 +71,19 @@ class Strategy(Degrees):
         return self.pp * self.chunks
 
     @property
-    def form(self) -> tuple[int, bool]:
+    def form(self) -> Form:
         """What the graph of a tp rank depends on, beside the samples."""
-        return self.tp, self.sequence_parallel
+        return Form(self.tp, self.sequence_parallel, self.context_parallel)
+
+    @property
+    def parameter_parts(self) -> int:
+        """The ranks that share each parameter: those of tp, but where sequences are split."""
+        return self.form.parameter_parts
+
+    @property
+    def shown_degrees(self) -> str:
+        """The degrees as people write them: `dp 2 x tp 4 x pp 1`, of sequences `cp 4`."""
+        return f"dp {self.dp} x {self.form} x pp {self.pp}"
 
     @property
     def total_batch_size(self) -> int:
@@ -78,7 +106,8 @@ class Strategy(Degrees):
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages a rank" if self.chunks > 1 else ""
         many = "micro-batch" if self.micro_batches == 1 else "micro-batches"
-        parts = [f"dp={self.dp} tp={self.tp} pp={self.pp}", f"{self.micro_batches:,} {many}"]
+        degrees = self.shown_degrees.replace(" x ", ";").replace(" ", "=").replace(";", " ")
+        parts = [degrees, f"{self.micro_batches:,} {many}"]
         if self.pp > 1:
             parts.append(f"{self.schedule}{chunks}")
         return ", ".join(parts)

@@ -12,7 +12,7 @@ from merakc.analysis.buckets import BucketSpec
 from merakc.analysis.calls import Way, Wiring, ways
 from merakc.costs.ranks import stage_devices
 from merakc.costs.work.flops import graph_flops
-from merakc.errors import PlanError
+from merakc.errors import PlanError, ShardError
 from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
@@ -210,20 +210,22 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
     """
     mesh, tp = strategy.mesh, strategy.tp
     parts = strategy.dp * strategy.micro_batches
-    loss = headed(recording, parts, TRAINING, tp)
+    loss = headed(recording, parts, TRAINING, strategy.parameter_parts)
     sharding = shard(
-        loss.graph, tp, cluster=cluster.joining(tp), sequence_parallel=strategy.sequence_parallel
-    )
+        loss.graph, tp, cluster=cluster.joining(tp), sequence_parallel=strategy.sequence_parallel,
+        context_parallel=strategy.context_parallel,
+    )  # fmt: skip
     placement = _placement(strategy)
     devices = stage_devices(cluster, mesh, placement)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = cut_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    splits |= _splits_of_results(recording.graph, splits, tp, gathered=gathers(loss.graph))
+    shared = strategy.parameter_parts
+    splits |= _splits_of_results(recording.graph, splits, shared, gathered=gathers(loss.graph))
     decided = replace(
         strategy,
         chunks=max(len(placement) // mesh.pp, 1),
-        sequence_parallel=bool(sharding.sequences),
+        sequence_parallel=bool(sharding.sequences) and not strategy.context_parallel,
         offload=NONE,  # what moves is chosen of the plan
     )
     plan = Plan(
@@ -260,7 +262,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = headed(recording, plan.dp * plan.micro_batches, TRAINING, plan.tp)
+    loss = headed(recording, plan.dp * plan.micro_batches, TRAINING, plan.parameter_parts)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
@@ -282,7 +284,7 @@ def adapt_plan(
         check_lists(recording, recording.dims)
     parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
     gathered = gathers(lowered.loss.graph)
-    loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
+    loss = headed(recording, parts, kinds, plan.parameter_parts, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)
     loss = replace(loss, graph=graph)
     if len(plan.rank_of) == 1:
@@ -342,7 +344,10 @@ def _splits_of_results(
 def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
-    return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+    return shard(
+        graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel,
+        context_parallel=plan.context_parallel,
+    )  # fmt: skip
 
 
 def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
@@ -353,6 +358,10 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
         return graph, unsplit(graph)
     try:
         return graph, planned_sharding(graph, plan)
+    except ShardError:
+        if not plan.context_parallel:
+            raise
+        return graph, replace(unsplit(graph), tp=plan.tp)  # too short: whole on every rank
     except PlanError as error:
         splits = {name: parse_layout(text) for name, text in plan.splits.items()}
         gathered = gather_needed(graph, splits)

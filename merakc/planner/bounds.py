@@ -9,9 +9,9 @@ from merakc.costs.device import rank_place, total_flops
 from merakc.costs.ranks import rank_devices
 from merakc.costs.stages import piece_cost
 from merakc.costs.work.pieces import Piece
-from merakc.ir.strategy import Strategy
+from merakc.ir.strategy import Form, Strategy
 from merakc.machines.cluster import Device, Hardware
-from merakc.planner.piece_table import Form, PieceTable
+from merakc.planner.piece_table import PieceTable
 
 
 @dataclass

@@ -21,7 +21,7 @@ from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
 from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
-from merakc.ir.strategy import Strategy
+from merakc.ir.strategy import Form, Strategy
 from merakc.machines.cluster import Hardware
 from merakc.planner.bounds import Bounds, flops_of
 from merakc.planner.estimate import (
@@ -34,7 +34,7 @@ from merakc.planner.estimate import (
     state_seconds,
 )
 from merakc.planner.host_estimate import priced
-from merakc.planner.piece_table import Form, PieceTable
+from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
 from merakc.report.units import format_bytes
 from merakc.schedules.registry import KNOWN
@@ -195,13 +195,12 @@ def open_strategies(
 ) -> Iterator[Strategy]:
     """All strategies of a request that divide; the `result` is told of what cannot be split."""
     table, node = result.table, hardware.nodes[0].devices
-    for form in _forms(request, node):
-        tp, sequence_parallel = form
-        progress(f"splitting over tp={tp}" + " and sequences" * sequence_parallel)
+    for form in open_forms(request, node):
+        progress(f"splitting over {form}" + " and sequences" * form.sequence_parallel)
         try:
             pieces = table.pieces(form, 1)
         except MerakError as error:
-            result.refused[0, tp, 0] = str(error)
+            result.refused[0, form.tp, 0] = str(error)
             continue
         most = math.inf if table.can_scale(form) else MOST_RECORDED
         for strategy in _of_form(request, form, len(pieces)):
@@ -213,9 +212,9 @@ def open_strategies(
                 yield replace(strategy, inner="dp")
 
 
-def _forms(request: Request, node: int) -> Iterator[Form]:
+def open_forms(request: Request, node: int) -> Iterator[Form]:
     """The degrees of tp, over no more than the devices of a node where it is open, and whether
-    sequences are split.
+    sequences are split too, or they alone.
     """
     for tp in _divisors(request.world_size):
         fixed = tp * (request.pp or 1) * (request.dp or 1)
@@ -225,14 +224,29 @@ def _forms(request: Request, node: int) -> Iterator[Form]:
             continue
         if request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
-        for sequence_parallel in (False, True) if tp > 1 else (False,):
-            if tp == 1 or request.sequence_parallel in (None, sequence_parallel):
-                yield tp, sequence_parallel
+        if tp == 1:
+            yield Form(tp)
+            continue
+        if not request.context_parallel:
+            asked = request.sequence_parallel
+            yield from (Form(tp, s) for s in (False, True) if asked in (None, s))
+        if request.context_parallel or _may_share_sequences(request):
+            yield Form(tp, context_parallel=True)
+
+
+def _may_share_sequences(request: Request) -> bool:
+    """Whether a search looks at ranks that share sequences where the user leaves that open: where
+    ranks are more than samples. Others divide samples with the same work, and less to send.
+    """
+    if request.context_parallel is False or request.tp is not None or request.sequence_parallel:
+        return False
+    samples = request.total_batch_size or request.batch_size * (request.dp or 1)
+    return samples < request.world_size
 
 
 def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
     """The strategies with one degree of tp."""
-    (tp, sequence_parallel), stages = form, stages_given(request.state_shards)
+    tp, stages = form.tp, stages_given(request.state_shards)
     for pp in _divisors(request.world_size // tp):
         dp = request.world_size // tp // pp
         local = request.local_batch_size(dp)
@@ -245,8 +259,8 @@ def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
                 if pp * chunks <= pieces and stages in (None, pp * chunks):
                     yield Strategy(
                         dp, tp, pp, batch_size=local, micro_batches=local // samples,
-                        schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel,
-                        precision=request.precision,
+                        schedule=schedule, chunks=chunks, sequence_parallel=form.sequence_parallel,
+                        context_parallel=form.context_parallel, precision=request.precision,
                     )  # fmt: skip
 
 

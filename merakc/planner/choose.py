@@ -17,7 +17,7 @@ from merakc.ir.graph import InputKind
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster
-from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates
+from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates, open_forms
 from merakc.planner.estimate import rank_of
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request, meshes
@@ -169,14 +169,16 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
         return None
     local = request.local_batch_size(mesh.dp)
     assert local is not None, "the request is checked"
-    asked = request.sequence_parallel
-    forms = (False,) if mesh.tp == 1 else (False, True) if asked is None else (asked,)
+    forms = [f for f in open_forms(request, mesh.tp) if f.tp == mesh.tp]
     whole = replace(
         request, batch_size=local, total_batch_size=None, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp
     )
     made: list[Lowered] = []
     for form in forms:
-        lowered = plan_layout(replace(whole, sequence_parallel=form), record, cluster)
+        asked = replace(
+            whole, sequence_parallel=form.sequence_parallel, context_parallel=form.context_parallel
+        )
+        lowered = plan_layout(asked, record, cluster)
         if not is_fixed and is_pressed(request, lowered, cluster):
             return None
         made.append(improve(request, lowered, record, cluster))

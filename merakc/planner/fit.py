@@ -64,7 +64,7 @@ class Least:
         again = f", recompute='{chosen.recompute}'" if chosen.recompute != "none" else ""
         again += f", offload='{chosen.offload}'" if chosen.offload != NONE else ""
         return (
-            f"dp={chosen.dp} tp={chosen.tp} pp={chosen.pp}, {chosen.micro_batches} micro-batches "
+            f"{chosen.shown_degrees}, {chosen.micro_batches} micro-batches "
             f"of {chosen.samples}{sharded}{again}"
         )
 
@@ -202,6 +202,7 @@ _FREE: Mapping[str, dict[str, Any]] = {
     "micro_batches": {"micro_batches": None},
     "schedule": {"schedule": "auto", "order": (), "chunks": None},
     "sequence_parallel": {"sequence_parallel": None},
+    "context_parallel": {"context_parallel": None},
     "offload": {"offload": AUTO},
     "the degrees": {"dp": None, "tp": None, "pp": None},
 }
@@ -215,6 +216,7 @@ def _opened(request: Request) -> dict[str, Request]:
         "micro_batches": request.micro_batches is not None,
         "schedule": request.schedule != "auto",
         "sequence_parallel": request.sequence_parallel is not None,
+        "context_parallel": request.context_parallel is not None,
         "offload": request.offload != AUTO,
         "the degrees": any((request.dp, request.tp, request.pp)) and request.world_size > 1,
     }

@@ -15,6 +15,7 @@ from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
+from merakc.ir.strategy import Form
 from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.autodiff.shorten import shorten
@@ -22,6 +23,7 @@ from merakc.passes.batches.recorded import BatchRecording, in_parts
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.scores import LEAST_BYTES, without_scores
 from merakc.passes.sharding.gather_products import gathers
+from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 
@@ -32,7 +34,6 @@ FEWEST = 24
 # A batch is in parts, whatever their number: what it couples runs once.
 PARTS = 2
 
-Form = tuple[int, bool]  # the tp degree, and whether sequences are split
 
 
 @dataclass
@@ -56,7 +57,7 @@ class PieceTable:
     def on(self, cluster: Cluster) -> PieceTable:
         """The table for other machines: this one where they split the model alike."""
         forms = {*self._ends, *self.refused}
-        same = all(_near(self.cluster, tp) == _near(cluster, tp) for tp, _ in forms)
+        same = all(_near(self.cluster, tp) == _near(cluster, tp) for tp, *_ in forms)
         return self if same else PieceTable(self.record, cluster, _short=self._short)
 
     @property
@@ -88,15 +89,8 @@ class PieceTable:
         return self._recorded(form, samples) if pieces is None else pieces
 
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
-        tp, sequence_parallel = form
         short, counts = self._shortened(samples)
-        graph = with_heads(short, tp, gathered=self._gathered.get(tp))
-        sharding = shard(
-            graph, tp, self._splits.get(tp), cluster=self.cluster.joining(tp),
-            sequence_parallel=sequence_parallel,
-        )  # fmt: skip
-        self._gathered.setdefault(tp, gathers(graph))
-        self._splits.setdefault(tp, sharding.splits(graph))
+        graph, sharding = self._sharded(short, form)
         # Both recordings have all scores at once, or neither: what others need is in proportion.
         least_bytes = LEAST_BYTES * samples / min(samples, SAMPLES[0])
         local = with_grouped_heads(spmd_partition(graph, sharding, 0))
@@ -109,6 +103,19 @@ class PieceTable:
         return tuple(
             piece for part, count in zip(runs_of, counts, strict=True) for piece in part * count
         )
+
+    def _sharded(self, short: Graph, form: Form) -> tuple[Graph, Sharding]:
+        """The graph as the ranks of tp share it, and how; of all samples alike."""
+        tp, sequence_parallel, context_parallel = form
+        parts = form.parameter_parts
+        graph = with_heads(short, parts, gathered=self._gathered.get(parts))
+        sharding = shard(
+            graph, tp, self._splits.get(parts), cluster=self.cluster.joining(tp),
+            sequence_parallel=sequence_parallel, context_parallel=context_parallel,
+        )  # fmt: skip
+        self._gathered.setdefault(parts, gathers(graph))
+        self._splits.setdefault(parts, sharding.splits(graph))
+        return graph, sharding
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
         if samples not in self._short:

@@ -46,6 +46,7 @@ class Request:
     order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
     recompute: str = "auto"
     sequence_parallel: bool | None = None
+    context_parallel: bool | None = None  # of tp's ranks
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
@@ -81,6 +82,22 @@ class Request:
         else:
             decided["state_shards"] = strategy.shards(0).counts
         return replace(self, **decided, total_batch_size=None, overlap=0)
+
+    def with_cp(self, cp: int | None) -> Request:
+        """The request for so many ranks that share sequences, in place of tp's that share weights.
+
+        Raises `ConfigError` where both are asked for.
+        """
+        if cp is None:
+            return self
+        if cp < 1:
+            raise ConfigError(f"cp is {cp}; a degree is at least 1")
+        if cp > 1 and self.tp not in (None, 1):
+            raise ConfigError(
+                f"cp={cp} and tp={self.tp}: ranks share either sequences or weights; give tp=1 or "
+                "cp=1"
+            )
+        return replace(self, tp=cp if cp > 1 else self.tp, context_parallel=cp > 1)
 
     def local_batch_size(self, dp: int) -> int | None:
         """Samples of each of `dp` ranks; None where their batch does not divide."""

@@ -25,7 +25,7 @@ class Section:
 def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
     """The degrees and the other decisions for the whole plan, by name."""
     plan = file.decisions
-    mesh = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {count_of(plan.mesh.world_size, 'rank')}"
+    mesh = f"{plan.shown_degrees} = {count_of(plan.mesh.world_size, 'rank')}"
     each = f": {plan.batch_size:,} on each dp rank" if plan.dp > 1 else ""
     batch = count_of(plan.batch_size * plan.dp, "sample") + each
     facts = [

@@ -101,6 +101,8 @@ def _strategy(other: Strategy) -> str:
     if other.pp > 1:
         chunks = f" with {other.chunks} stages a rank" if other.chunks > 1 else ""
         parts.append(other.schedule + chunks)
+    if other.context_parallel:
+        parts.append("sequences over the second")
     if other.sequence_parallel:
         parts.append("sequence parallel")
     if other.offload != "none":
