@@ -54,6 +54,7 @@ class Task:
     precision: str | None = None
     clip_norm: float | None = None
     cluster: Cluster | None = None
+    axis: str = "tp"  # what the mesh's tp is to be: "cp" where ranks share sequences
 
 
 def train_layout(task: Task) -> Reference:
@@ -72,7 +73,7 @@ def train_layout(task: Task) -> Reference:
             model,
             batches[0],
             dp=mesh.dp,
-            tp=mesh.tp,
+            **{task.axis: mesh.tp},
             pp=mesh.pp,
             micro_batches=task.micro_batches // mesh.dp,
             schedule=task.schedule,

@@ -50,7 +50,8 @@ def attention(
     q [b, h, s, d], k [b, g, t, d], v [b, g, t, e]; query head i reads key head i // (h / g).
     `mask` broadcasts to [b, h, s, t]: booleans say who may be attended, floats are added; it gets
     no gradient. `causal` lets query i see keys 0..start + i, whatever s and t, and combines with a
-    mask: the first of the queries is row `start` of a sequence. `scale` is 1/sqrt(d) unless given. A query that sees no key yields zeros.
+    mask: the first query is then row `start` of a sequence. `scale` is 1/sqrt(d) unless given. A
+    query that sees no key yields zeros.
     """
     _check(q, k, v, mask)
     # Rounded as torch rounds it: d ** -0.5 may differ in the last bit.
@@ -150,7 +151,7 @@ def attention_backward_now(grad_out: Tensor, *others: Any) -> tuple[Tensor, Tens
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    b, h, s, _ = q.shape
+    b, h, s = q.shape[:3]
     out = q.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
     return out, q.new_empty((b, s, h), dtype=lse_dtype(q.dtype)).transpose(1, 2)
 

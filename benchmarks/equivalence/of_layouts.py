@@ -47,6 +47,7 @@ class LayoutCell(Cell):
     model: str
     layout: tuple[int, int, int]
     cast_error: Difference | None = None
+    axis: str = "tp"
 
     @property
     def passed(self) -> bool:
@@ -98,7 +99,9 @@ def _compare_casts(cell: LayoutCell, timeout_s: float) -> dict[str, Any]:
 
 
 def _task(cell: LayoutCell, lift: bool) -> Task:
-    return Task(MODELS[cell.model], Mesh(*cell.layout), BATCH_SIZE, MICRO_BATCHES, STEPS, lift)
+    mesh = Mesh(*cell.layout)
+    return Task(MODELS[cell.model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift,
+                axis=cell.axis)  # fmt: skip
 
 
 def _difference(
@@ -154,6 +157,7 @@ sides. Every training ran twice and was compared bit by bit.
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(EQUIVALENCE_MODELS),
     layouts: Annotated[str, typer.Option(help="dp,tp,pp;dp,tp,pp;...")] = LAYOUTS,
+    axis: Annotated[str, typer.Option(help="tp, or cp in its place: sequences.")] = "tp",
     json_path: JsonPath = None,
     lift: Annotated[
         bool | None,
@@ -167,11 +171,12 @@ def main(
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     chosen = [_parse_layout(text) for text in layouts.split(";")]
-    planned = [LayoutCell(*pair) for pair in product(models.split(","), chosen)]
+    names = models.split(",")
+    planned = [LayoutCell(*pair, axis=axis) for pair in product(names, chosen)]
     described = tracked(planned, lambda c: f"{c.model} {c.layout}", console)
     cells = [measure_cell(cell, lift, timeout_s) for cell in described]
     title = "Largest relative error in float64 (with the model's own float32 casts)"
-    caption = "columns: dp·tp·pp; every training repeated once and compared bit by bit"
+    caption = f"columns: dp·{axis}·pp; every training repeated once and compared bit by bit"
     console.print(rich_table(cells_rows(cells), title=title, caption=caption))
     wall_s = time.perf_counter() - start_s
     conclude(

@@ -233,7 +233,9 @@ def _layouts(plan: Values) -> Iterator[str]:
         yield f"splits has {len(plan['splits'])} entries; with tp=1 it must have none"
     if plan["tp"] == 1 and plan["sequence_parallel"]:
         yield "sequence_parallel is true; with tp=1 it must be false"
-    if plan["context_parallel"] and (plan["tp"] == 1 or plan["splits"] or plan["sequence_parallel"]):
+    if plan["context_parallel"] and (
+        plan["tp"] == 1 or plan["splits"] or plan["sequence_parallel"]
+    ):
         yield (
             "context_parallel is true; tp must then be 2 or more, splits empty, and "
             "sequence_parallel false"

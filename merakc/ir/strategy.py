@@ -21,7 +21,12 @@ class Form(NamedTuple):
     context_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"{'cp' if self.context_parallel else 'tp'} {self.tp}"
+        return f"{self.axis} {self.tp}"
+
+    @property
+    def axis(self) -> str:
+        """What their number is called."""
+        return "cp" if self.context_parallel else "tp"
 
     @property
     def parameter_parts(self) -> int:
@@ -37,7 +42,8 @@ class Strategy(Degrees):
     order of work; `order` is that order, a text for each pipeline rank, where the name does not
     say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
     whole runs on parts of sequences. With `context_parallel` the ranks of tp split sequences in
-    place of parameters: their number is then the degree that is known as cp. `recompute` says what a backward computes again.
+    place of parameters: their number is then the degree that is known as cp. `recompute` says what
+    a backward computes again.
     `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
     empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
     names the kinds of tensors (`merakc.ir.offload`) of which some live on the host.
@@ -81,8 +87,13 @@ class Strategy(Degrees):
         return self.form.parameter_parts
 
     @property
+    def degrees(self) -> str:
+        """As arguments are written: `dp=2 tp=4 pp=1`, where sequences are split `cp=4`."""
+        return f"dp={self.dp} {self.form.axis}={self.tp} pp={self.pp}"
+
+    @property
     def shown_degrees(self) -> str:
-        """The degrees as people write them: `dp 2 x tp 4 x pp 1`, of sequences `cp 4`."""
+        """As a mesh: `dp 2 x tp 4 x pp 1`."""
         return f"dp {self.dp} x {self.form} x pp {self.pp}"
 
     @property
@@ -106,8 +117,7 @@ class Strategy(Degrees):
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages a rank" if self.chunks > 1 else ""
         many = "micro-batch" if self.micro_batches == 1 else "micro-batches"
-        degrees = self.shown_degrees.replace(" x ", ";").replace(" ", "=").replace(";", " ")
-        parts = [degrees, f"{self.micro_batches:,} {many}"]
+        parts = [self.degrees, f"{self.micro_batches:,} {many}"]
         if self.pp > 1:
             parts.append(f"{self.schedule}{chunks}")
         return ", ".join(parts)

@@ -210,17 +210,14 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
     """
     mesh, tp = strategy.mesh, strategy.tp
     parts = strategy.dp * strategy.micro_batches
-    loss = headed(recording, parts, TRAINING, strategy.parameter_parts)
-    sharding = shard(
-        loss.graph, tp, cluster=cluster.joining(tp), sequence_parallel=strategy.sequence_parallel,
-        context_parallel=strategy.context_parallel,
-    )  # fmt: skip
+    shared = strategy.parameter_parts
+    loss = headed(recording, parts, TRAINING, shared)
+    sharding = shard(loss.graph, cluster=cluster.joining(tp), **strategy.form._asdict())
     placement = _placement(strategy)
     devices = stage_devices(cluster, mesh, placement)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = cut_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    shared = strategy.parameter_parts
     splits |= _splits_of_results(recording.graph, splits, shared, gathered=gathers(loss.graph))
     decided = replace(
         strategy,
@@ -344,10 +341,7 @@ def _splits_of_results(
 def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
-    return shard(
-        graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel,
-        context_parallel=plan.context_parallel,
-    )  # fmt: skip
+    return shard(graph, splits=splits, **plan.form._asdict())
 
 
 def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:

@@ -17,8 +17,9 @@ from merakc.ir.graph import InputKind
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster
-from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates, open_forms
+from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates
 from merakc.planner.estimate import rank_of
+from merakc.planner.forms import open_forms
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request, meshes
 from merakc.planner.search import (

@@ -64,7 +64,7 @@ class Least:
         again = f", recompute='{chosen.recompute}'" if chosen.recompute != "none" else ""
         again += f", offload='{chosen.offload}'" if chosen.offload != NONE else ""
         return (
-            f"{chosen.shown_degrees}, {chosen.micro_batches} micro-batches "
+            f"{chosen.degrees}, {chosen.micro_batches} micro-batches "
             f"of {chosen.samples}{sharded}{again}"
         )
 

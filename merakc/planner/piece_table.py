@@ -35,7 +35,6 @@ FEWEST = 24
 PARTS = 2
 
 
-
 @dataclass
 class PieceTable:
     """`record` gives the forward of a micro-batch of so many samples.
@@ -106,13 +105,10 @@ class PieceTable:
 
     def _sharded(self, short: Graph, form: Form) -> tuple[Graph, Sharding]:
         """The graph as the ranks of tp share it, and how; of all samples alike."""
-        tp, sequence_parallel, context_parallel = form
         parts = form.parameter_parts
         graph = with_heads(short, parts, gathered=self._gathered.get(parts))
-        sharding = shard(
-            graph, tp, self._splits.get(parts), cluster=self.cluster.joining(tp),
-            sequence_parallel=sequence_parallel, context_parallel=context_parallel,
-        )  # fmt: skip
+        cluster, splits = self.cluster.joining(form.tp), self._splits.get(parts)
+        sharding = shard(graph, splits=splits, cluster=cluster, **form._asdict())
         self._gathered.setdefault(parts, gathers(graph))
         self._splits.setdefault(parts, sharding.splits(graph))
         return graph, sharding

@@ -136,6 +136,13 @@ def test_sequences_need_tensor_parallelism() -> None:
         check_values(values)
 
 
+@pytest.mark.parametrize("more", [{"tp": 1}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_shared_sequences_need_ranks_and_split_nothing_else(more: dict[str, Any]) -> None:
+    plan = dataclasses.replace(PLAN, **{"splits": {}, "context_parallel": True, **more})
+    with pytest.raises(PlanError, match="context_parallel is true; tp must then be 2 or more"):
+        check_values(dataclasses.asdict(PlanFile(plan)))
+
+
 @pytest.mark.parametrize(
     ("found", "read", "text"),
     [

@@ -27,7 +27,9 @@ def _mask(kind: str) -> torch.Tensor | None:
     hidden = hidden & ~torch.eye(T, dtype=torch.bool)
     if kind == "columns":
         return ~hidden[:, :, :1]
-    return ~hidden if kind == "bool" else torch.where(hidden, -torch.inf, torch.randn(T, T).double())
+    return (
+        ~hidden if kind == "bool" else torch.where(hidden, -torch.inf, torch.randn(T, T).double())
+    )
 
 
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "columns"])
@@ -75,6 +77,8 @@ def test_layouts_are_the_kernels() -> None:
     rows = T - 6
     assert out.stride() == (rows * H * D, D, H * D, 1)
     assert logsumexp.stride() == (rows * H, 1, H)
-    grads = backward_of(reference_backward)(out, q[:, :, 6:], k, v, out, logsumexp, None, True, 1.0, 6)
+    grads = backward_of(reference_backward)(
+        out, q[:, :, 6:], k, v, out, logsumexp, None, True, 1.0, 6
+    )
     for grad, heads, length in zip(grads, (H, G, G), (rows, T, T), strict=True):
         assert grad.stride() == (length * heads * D, D, heads * D, 1)

@@ -14,8 +14,7 @@ from merakc.costs.work.scaled import SAMPLES
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
-from merakc.ir.program import Mesh
-from merakc.ir.strategy import Strategy
+from merakc.ir.strategy import Form, Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.piece_table import FEWEST, PieceTable
@@ -35,14 +34,22 @@ def llama(samples: int) -> Recording:
     return one_of_several(model, {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.parametrize("form", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    "form",
+    [Form(1), Form(2), Form(2, sequence_parallel=True), Form(2, context_parallel=True)],
+    ids=repr,
+)
 @pytest.mark.parametrize("samples", [2, 5])
-def test_pieces_are_those_of_the_plans_own_graph(form: tuple[int, bool], samples: int) -> None:
-    tp, sequence_parallel = form
+def test_pieces_are_those_of_the_plans_own_graph(form: Form, samples: int) -> None:
     found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
     lowered = make_plan(
         llama(samples),
-        Strategy().on(Mesh(1, tp, 1), micro_batches=2, sequence_parallel=sequence_parallel),
+        Strategy(
+            tp=form.tp,
+            micro_batches=2,
+            sequence_parallel=form.sequence_parallel,
+            context_parallel=form.context_parallel,
+        ),
         NOMINAL_GPU,
     )
     local = lowered.stages.local[0]
@@ -64,7 +71,7 @@ def test_a_model_is_recorded_twice_for_all_forms() -> None:
     table = PieceTable(record, NOMINAL_GPU)
     for tp in (1, 2, 4):
         for samples in (1, 2, 8):
-            table.pieces((tp, False), samples)
+            table.pieces(Form(tp), samples)
     assert asked == list(SAMPLES)
 
 
@@ -73,11 +80,11 @@ def test_a_form_that_cannot_be_is_refused_once() -> None:
         return one_of_several(Two(16), (torch.ones(samples, 8), torch.ones(())))
 
     table = PieceTable(record, NOMINAL_GPU)
-    assert len(table.pieces((1, False), 4)) > 1  # no blocks, but places to cut
+    assert len(table.pieces(Form(1), 4)) > 1  # no blocks, but places to cut
     for _ in range(2):
         with pytest.raises(MerakError):
-            table.pieces((4096, False), 4)
-    assert list(table.refused) == [(4096, False)]
+            table.pieces(Form(4096), 4)
+    assert list(table.refused) == [Form(4096)]
 
 
 def test_it_knows_of_a_loss_that_couples_samples() -> None:
@@ -85,10 +92,10 @@ def test_it_knows_of_a_loss_that_couples_samples() -> None:
         return TOWERS.record(BatchLayout((samples, samples), 1))
 
     plain = PieceTable(llama, NOMINAL_GPU)
-    plain.pieces((1, False), 2)
+    plain.pieces(Form(1), 2)
     assert not plain.couples
     table = PieceTable(record, NOMINAL_GPU)
-    assert table.pieces((1, False), 2)
+    assert table.pieces(Form(1), 2)
     assert table.couples
 
 
@@ -97,7 +104,7 @@ def test_a_collective_between_blocks_of_two_kinds_is_no_block() -> None:
     case = MODELS["resnet"]
     table = PieceTable(lambda n: one_of_several(case.model(), case.batch(n)), NOMINAL_GPU)
     alone, split = (
-        [path for path, _ in groupby(piece.path for piece in table.pieces((tp, False), 2))]
+        [path for path, _ in groupby(piece.path for piece in table.pieces(Form(tp), 2))]
         for tp in (1, 2)
     )
     assert split == alone == ["stem", "blocks", ""]

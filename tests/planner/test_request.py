@@ -60,3 +60,13 @@ def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
         with_schedule(Request(2, 8, schedule=str(picture)))
     with pytest.raises(ProgramError, match="0B1: is missing"):
         with_schedule(Request(2, 8, schedule="0F0 0F1 0B0; 1F0 1B0 1F1 1B1"))
+
+
+def test_ranks_share_sequences_or_weights() -> None:
+    assert Request(4, 8).with_cp(None) == Request(4, 8)
+    shared = Request(4, 8).with_cp(2)
+    assert (shared.tp, shared.context_parallel) == (2, True)
+    with pytest.raises(ConfigError, match="cp=2 and tp=4: ranks share either"):
+        Request(4, 8, tp=4).with_cp(2)
+    with pytest.raises(ConfigError, match="cp is 0; a degree is at least 1"):
+        Request(4, 8).with_cp(0)

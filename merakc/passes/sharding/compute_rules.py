@@ -116,7 +116,9 @@ def _cross_entropy(dims: Dims, node: Node) -> None:
     at = 1 if len(logits) > 1 else 0
     classes, samples = logits[at], logits[:at] + logits[at + 1 :]
     is_index = len(target) < len(logits)
-    for own, dim in zip(samples, target if is_index else target[:at] + target[at + 1 :], strict=True):
+    for own, dim in zip(
+        samples, target if is_index else target[:at] + target[at + 1 :], strict=True
+    ):
         unify(own, dim)
     summed = []
     if argument(node, 2, "weight") is not None or not is_index or len(logits) != 2:

@@ -21,9 +21,10 @@ from merakc.errors import ShardError
 from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.sharding.choose import LIKE_LARGE, PASSES
+from merakc.machines.cluster import Cluster
+from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
-from merakc.passes.sharding.factors import Factor, atoms, layout, leaves
+from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
 from merakc.passes.sharding.sequence import MAX_DIMS, Cut, Problem, aliases_of
@@ -33,20 +34,25 @@ from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 def split_context(dims: Dims, sharding: Sharding) -> Sharding:
     """The sharding of a graph of which nothing is split, with its sequences split over the ranks.
 
-    Raises `ShardError` where no dim of its activations can be.
+    Of models as small as in tests it asks what a large one would do, and, where that splits
+    nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
+    activations can be split.
     """
-    problem = ContextProblem(dims, sharding)
-    found: list[SequenceSplit] = []
-    sums: set[str] = set()
-    for factor in problem.candidates()[:MAX_DIMS]:
-        _, split = problem.solve(factor)
-        if split is not None:
-            problem.taken |= split.nodes
-            found.append(split)
-            sums |= {n for n in split.nodes if problem.is_sum(n, factor)}
-    if not found:
+    for prices in (LIKE_LARGE, AT_ANY_PRICE):
+        problem = ContextProblem(dims, sharding, prices)
+        found: list[SequenceSplit] = []
+        sums: set[str] = set()
+        for factor in problem.candidates()[:MAX_DIMS]:
+            _, split = problem.solve(factor)
+            if split is not None:
+                problem.taken |= split.nodes
+                found.append(split)
+                sums |= {n for n in split.nodes if problem.is_sum(n, factor)}
+        if found:
+            break
+    else:
         raise ShardError(
-            f"cp={sharding.tp}: no dim of the activations of {sharding.tp} or more elements, beside "
+            f"cp={sharding.tp}: no dim of {sharding.tp} or more elements of activations, beside "
             "those of samples and of weights, runs through the graph, so that no sequence can be "
             "split; use cp=1"
         )
@@ -66,9 +72,9 @@ class _Reads:
 class ContextProblem(Problem):
     """Which nodes of one graph may compute on parts of a sequence, and what that costs."""
 
-    def __init__(self, dims: Dims, sharding: Sharding) -> None:
+    def __init__(self, dims: Dims, sharding: Sharding, prices: Cluster) -> None:
         super().__init__(dims, sharding, set())
-        self.machine = place_on(LIKE_LARGE, sharding.tp)
+        self.machine = place_on(prices, sharding.tp)
         inputs = self.graph.inputs
         self.parameters = {Ref(i.name) for i in inputs if i.kind is InputKind.PARAMETER}
         self.nodes = {n.name: n for n in self.graph.nodes}
@@ -90,7 +96,7 @@ class ContextProblem(Problem):
         sizes: Counter[Factor] = Counter()
         for ref in self.grads - self.parameters:
             for factor in {f for dim in self.dims.of[ref] for f in leaves(dim)} - barred:
-                if factor.size >= self.sharding.tp and not factor.segments:
+                if factor.size >= self.sharding.tp:
                     sizes[factor] += self.specs[ref].size_bytes
         return [factor for factor, _ in sizes.most_common()]
 
@@ -126,14 +132,14 @@ class ContextProblem(Problem):
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
         if not any(o in self.grads for o in outs):
             return None
-        rule, size = self.rule(node), factor.size
+        rule = self.rule(node)
         summed = {f for dim in rule.summed.get("node", ()) for f in atoms(dim)}
         places = [self.place(o, factor) for o in outs]
         is_sum = all(p is None for p in places)
         if not is_sum:
             made = [Ref("node", o.index) for o in outs]
             ends = {
-                self.covering(rule.of[o], p, size) for o, p in zip(made, places, strict=True)
+                self.covering(rule.of[o], p, factor.size) for o, p in zip(made, places, strict=True)
             }
             if len(ends) != 1 or None in ends or ends & summed:
                 return None
@@ -145,7 +151,7 @@ class ContextProblem(Problem):
                 if not self.is_without(ref, factor):
                     return None
                 continue
-            own = self.covering(rule.of[alias], place, size)
+            own = self.covering(rule.of[alias], place, factor.size)
             if own is not None and own in (summed if is_sum else ends):
                 parts.add(own)
             else:
@@ -180,13 +186,13 @@ class ContextProblem(Problem):
         """The layout of a value on parts: cut where its place is, and nowhere else."""
         place = self.place(ref, factor)
         assert place is not None
-        cut = layout(self.dims.of[ref], self.dims.shapes[ref], {factor})
-        return Layout(
-            tuple(
-                dim if k == place[0] else (DimFactor(full),)
-                for k, (dim, full) in enumerate(zip(cut.dims, cut.shape, strict=True))
-            )
-        )
+        found: list[tuple[DimFactor, ...]] = [(DimFactor(full),) for full in self.dims.shapes[ref]]
+        own = leaves(self.dims.of[ref][place[0]])
+        at = own.index(factor)
+        outer, inner = size(own[:at]), size(own[at + 1 :])
+        around = (DimFactor(outer), DimFactor(factor.size, True), DimFactor(inner))
+        found[place[0]] = tuple(f for f in around if f.split or f.size > 1)
+        return Layout(tuple(found))
 
     def solve(self, factor: Factor) -> tuple[float, SequenceSplit | None]:
         """The cheapest set of nodes to run on parts of this factor's dim, and the seconds saved;

@@ -80,7 +80,10 @@ class Sharding:
         whole = {r for r in node.refs if part is not None and (node.name, r) in part.whole}
         outs = (Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)
         return {
-            ref: TensorSpec((self.layouts if ref in whole else layouts)[ref].local_shape(self.tp, rank), specs[ref].dtype)
+            ref: TensorSpec(
+                (self.layouts if ref in whole else layouts)[ref].local_shape(self.tp, rank),
+                specs[ref].dtype,
+            )
             for ref in (*node.refs, *outs)
         }
 

@@ -29,8 +29,8 @@ def shard(
 
     With `splits`, those parameters and buffers are split as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
-    all ranks is computed on parts of sequences. With `context_parallel` that is all: no parameter is
-    split. Raises `ShardError` where nothing can be split.
+    all ranks is computed on parts of sequences. With `context_parallel` everything is, and no
+    parameter is split. Raises `ShardError` where nothing can be split.
     """
     dims = propagate(graph)
     if context_parallel and tp > 1:

@@ -239,7 +239,8 @@ def _cross_entropy(out: Writer, node: Node) -> None:
     if node.name not in out.sharding.partial:
         out.add(node, map_refs(node.args, out.enter))
         return
-    if not any(f.split for f in out.sharding.layouts[logits].dims[-1]):  # samples are
+    classes = (out.sharding.layouts[logits].dims[:2] or ((),))[-1]
+    if not any(f.split for f in classes):  # samples are
         out.add_sum(node, node.op, map_refs(node.args, out.enter))
         return
     start, vocabulary = _rows(out, logits, 1)

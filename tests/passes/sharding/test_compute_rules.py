@@ -17,14 +17,14 @@ def test_grouped_heads_are_a_factor_of_the_query_heads() -> None:
     heads = leaves(dims.of[Ref("x0")][1])
     assert [f.size for f in heads] == [3, 2]
     assert heads[0] is leaves(dims.of[Ref("x1")][1])[0]
-    assert free(dims, "x0") == [True, True, False, False]
+    assert free(dims, "x0") == [True, True, True, False]
 
 
 def test_a_mask_that_broadcasts_ties_no_heads() -> None:
     q = randn(2, 6, 5, 4)
     mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     dims = dims_of("merakc.attention.default", q, q.clone(), q.clone(), mask, False, 1.0)
-    assert free(dims, "x0") == [True, True, False, False]
+    assert free(dims, "x0") == [True, True, True, False]
     assert out(dims) == [[2], [6], [5], [4]]
 
 
@@ -34,6 +34,9 @@ def test_class_weights_keep_the_classes_whole() -> None:
     assert free(plain, "x0") == [False, True]
     weighed = dims_of("aten.cross_entropy_loss.default", randn(5, 7), target, randn(7))
     assert free(weighed, "x0") == [False, False]
+    added = dims_of("aten.cross_entropy_loss.default", randn(5, 7), target, randn(7), 2)
+    assert free(added, "x0") == [True, False]
+    assert len(added.summed["y"]) == 1
 
 
 def test_groups_of_a_convolution_are_a_factor_of_its_channels() -> None:

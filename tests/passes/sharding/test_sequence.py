@@ -13,7 +13,7 @@ from merakc.ir.graph import Graph, Ref
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan, training_graph
 from merakc.machines.cluster import NOMINAL_GPU
-from merakc.passes.sharding.sequence import _Cut
+from merakc.passes.sharding.sequence import Cut
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.stage import assign_stages, split_stages
@@ -164,7 +164,7 @@ def test_activations_shrink_with_tp() -> None:
 
 
 def test_the_cut_is_the_cheapest() -> None:
-    cut = _Cut()
+    cut = Cut()
     cut.add("source", "a", 5.0)
     cut.add("source", "b", 1.0)
     cut.add("a", "sink", 2.0)

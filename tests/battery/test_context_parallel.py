@@ -1,0 +1,113 @@
+"""Ranks that share sequences train as one process does."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import merakc
+from benchmarks.layouts import Task, train_layout, worst_difference
+from benchmarks.models import MODELS
+from benchmarks.ranks import run_ranks
+from benchmarks.reference import Reference, train_reference
+from merakc.ir.program import Mesh
+from merakc.machines.cluster import NOMINAL_CPU
+
+STEPS, BATCH_SIZE, MICRO_BATCHES = 2, 8, 4
+# Grouped heads with masks; scores and dropout spelled out; two sequences; an odd number of patches.
+CASES = [
+    ("llama", Mesh(tp=4)),
+    ("gpt2", Mesh(tp=2, pp=2)),
+    ("t5", Mesh(tp=2)),
+    ("vit", Mesh(dp=2, tp=2)),
+]
+
+
+@cache
+def _reference(model: str) -> Reference:
+    return train_reference(
+        MODELS[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=STEPS,
+        lift_casts=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES, ids=str)
+def test_training_equals_one_process(model: str, mesh: Mesh) -> None:
+    task = Task(
+        MODELS[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True, axis="cp",
+        cluster=NOMINAL_CPU,
+    )  # fmt: skip
+    found = run_ranks(mesh.world_size, partial(train_layout, task))
+    losses = [f.losses for f in found]
+    assert worst_difference(found[0], losses, _reference(model), 1e-10).error < 1e-10
+
+
+class Mixes(nn.Module):
+    """What runs along a sequence in many ways: a mean, a shift, a running sum, padding hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.place = nn.Parameter(torch.randn(1, 7, 8))
+        self.query = nn.Parameter(torch.randn(1, 3, 8))
+        self.double()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Labels below 0 do not count."""
+        x = self.words(ids) + self.place
+        seen = (ids > 0)[:, None, None, :]
+        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], seen)[:, 0]
+        asked = self.query.expand(len(ids), -1, -1)[:, None]
+        x = x + F.scaled_dot_product_attention(asked, x[:, None], x[:, None])[:, 0].sum(1)[:, None]
+        x = x + x.roll(1, 1) + x.cumsum(1) / 7 + x.mean(1, keepdim=True).tanh()
+        logits = self.out(x.tanh())
+        far = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=-1)
+        return {"loss": far + logits.square().mean() + x.amax((1, 2)).mean()}
+
+
+def _mixed(micro_batches: int, ids: torch.Tensor) -> float:
+    """The largest difference of a gradient."""
+    labels = torch.where(ids % 3 == 0, -1, ids)
+    plain = Mixes()
+    plain(ids, labels)["loss"].backward()
+    shared = merakc.auto_parallel(
+        Mixes(), (ids, labels), dp=1, cp=3, pp=1, micro_batches=micro_batches, cluster=NOMINAL_CPU
+    )
+    loss = shared(ids, labels)["loss"]
+    loss.backward()
+    found = [abs(loss.item() - plain(ids, labels)["loss"].item())]
+    for name, gradient in shared.full_gradients().items():
+        found.append((gradient - plain.get_parameter(name).grad).abs().max().item())
+    return max(found)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_sequence_may_be_read_in_any_way(micro_batches: int) -> None:
+    """7 rows over 3 ranks; a mean over all labels that count, of one micro-batch or of two."""
+    ids = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(1))
+    assert max(run_ranks(3, partial(_mixed, micro_batches, ids))) < 1e-12
+
+
+def _short() -> tuple[float, float]:
+    """Losses in eval mode of sequences of one token, of the plain model and with its ranks."""
+    task = MODELS["llama"]
+    model = task.model(torch.float64)
+    ids = torch.arange(8).view(4, 2)
+    shared = merakc.auto_parallel(
+        model, {"input_ids": ids, "labels": ids}, dp=1, cp=2, pp=1, cluster=NOMINAL_CPU
+    )
+    one = torch.arange(4).view(4, 1)
+    with torch.no_grad():
+        plain = task.model(torch.float64).eval()(input_ids=one).logits
+        logits = shared.eval()(input_ids=one).logits
+    return (logits - plain).abs().max().item(), plain.abs().max().item()
+
+
+def test_sequences_of_fewer_rows_than_ranks_are_computed_whole() -> None:
+    for difference, size in run_ranks(2, _short):
+        assert difference < 1e-6 * size

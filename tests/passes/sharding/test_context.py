@@ -1,0 +1,108 @@
+"""Sequences cut over ranks that hold a model whole: what computes on parts, and what does not."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from merakc.errors import ShardError
+from merakc.frontend.record import record
+from merakc.ir.graph import Graph, Ref
+from merakc.passes.sharding.layouts import Sharding
+from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
+
+B, S, H, WORDS = 2, 12, 16, 32
+
+
+class Attends(nn.Module):
+    """A token's embedding, one attention, and a loss that adds up over tokens."""
+
+    def __init__(self, *, flips: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, H)
+        self.packed = nn.Linear(H, 3 * H)
+        self.out = nn.Linear(H, WORDS)
+        self.flips = flips
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.packed(self.words(ids)).view(B, S, 3, 4, H // 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = mixed.transpose(1, 2).reshape(B, S, H)
+        if self.flips:
+            mixed = mixed + mixed.flip(1)
+        return F.cross_entropy(self.out(mixed).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@cache
+def _graph(*, flips: bool = False) -> Graph:
+    ids = torch.zeros(B, S, dtype=torch.long)
+    return record(Attends(flips=flips), (ids, ids), {}).graph
+
+
+def _split(graph: Graph, ranks: int = 2) -> Sharding:
+    return shard(graph, ranks, context_parallel=True)
+
+
+def _locals(graph: Graph, ranks: int) -> list[Graph]:
+    sharding = _split(graph, ranks)
+    found = [spmd_partition(graph, sharding, rank) for rank in range(ranks)]
+    for local in found:
+        local.verify()
+    return found
+
+
+def _ops(local: Graph) -> list[str]:
+    return [n.op.removeprefix("merakc.").removesuffix(".default") for n in local.nodes]
+
+
+def test_all_that_is_trained_computes_on_parts() -> None:
+    graph = _graph()
+    inside = set(chain.from_iterable(s.nodes for s in _split(graph).sequences))
+    trained = {n.name for n in graph.nodes if Ref(n.name) in graph.grad_values()}
+    assert trained == inside
+
+
+@pytest.mark.parametrize("ranks", [2, 5])  # 5: parts of two sizes
+def test_keys_and_values_are_gathered_and_queries_know_their_rows(ranks: int) -> None:
+    starts = []
+    for local in _locals(_graph(), ranks):
+        ops = _ops(local)
+        assert ops.count("gather_to") == 2
+        assert ops.count("all_reduce") == 1  # of the loss
+        assert "all_gather" not in ops
+        (attention,) = [n for n in local.nodes if "attention" in n.op]
+        starts.append(attention.args[6])
+        assert attention.spec.shape[2] in (S // ranks, S // ranks + 1)
+    assert starts == [int(part[0]) for part in torch.arange(S).tensor_split(ranks)]
+
+
+def test_no_parameter_is_split() -> None:
+    graph = _graph()
+    assert _split(graph).splits(graph) == {}
+    for item, whole in zip(_locals(graph, 2)[1].inputs, graph.inputs, strict=False):
+        if item.target and item.kind.name == "PARAMETER":
+            assert item.spec == whole.spec
+
+
+def test_what_needs_a_sequence_whole_is_computed_whole() -> None:
+    """A sequence that is turned round is gathered, and its parts are taken behind that."""
+    graph = _graph(flips=True)
+    inside = set(chain.from_iterable(s.nodes for s in _split(graph).sequences))
+    (flip,) = [n for n in graph.nodes if n.op == "aten.flip.default"]
+    assert flip.name not in inside
+    (local, _) = _locals(graph, 2)
+    (flipped,) = [n for n in local.nodes if n.op == "aten.flip.default"]
+    assert flipped.spec.shape == (B, S, H)
+
+
+def test_without_a_sequence_it_is_refused() -> None:
+    x = torch.zeros(4, H)
+    graph = record(nn.Sequential(nn.Linear(H, H), nn.Linear(H, 1)), (x,), {}).graph
+    with pytest.raises(ShardError, match=r"cp=2: no dim of 2 or more elements .* use cp=1"):
+        _split(graph)

@@ -1,0 +1,21 @@
+"""Which ways of sharing a micro-batch a search looks at."""
+
+from __future__ import annotations
+
+from merakc.ir.strategy import Form
+from merakc.planner.forms import open_forms
+from merakc.planner.request import Request
+
+TENSORS = [Form(2), Form(2, sequence_parallel=True)]
+SEQUENCES = Form(2, context_parallel=True)
+
+
+def test_sequences_are_shared_where_ranks_are_more_than_samples() -> None:
+    assert list(open_forms(Request(2, 1), 2)) == [Form(1), *TENSORS, SEQUENCES]
+    assert list(open_forms(Request(2, 0, total_batch_size=2), 2)) == [Form(1), *TENSORS]
+
+
+def test_a_degree_says_what_is_shared() -> None:
+    assert list(open_forms(Request(2, 1, tp=2), 2)) == TENSORS
+    assert list(open_forms(Request(2, 8).with_cp(2), 2)) == [SEQUENCES]
+    assert list(open_forms(Request(2, 1).with_cp(1), 2)) == [Form(1), *TENSORS]
