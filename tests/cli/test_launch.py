@@ -25,7 +25,8 @@ def test_a_script_runs_on_all_ranks_with_its_own_arguments(tmp_path: Path) -> No
     script = tmp_path / "say.py"
     script.write_text(
         "import os, sys\n"
-        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+        "said = os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:]\n"
+        "os.write(1, (' '.join(said) + '\\n').encode())\n"  # at once: both write to one pipe
         "sys.exit(3 if '--fail' in sys.argv else 0)\n"
     )
     done = run("--ranks", "2", str(script), "--lr", "0.1", "--ranks", "--nproc")

@@ -12,6 +12,7 @@ from benchmarks.ranks import run_ranks
 from merakc.costs.stages import stage_parameters
 from merakc.errors import ConfigError
 from merakc.ir.batches import BatchLayout
+from merakc.ir.strategy import Form
 from merakc.lowering.recording import record_part, with_loss
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.planner.piece_table import PieceTable
@@ -126,5 +127,5 @@ def test_the_planner_counts_what_layers_share_once() -> None:
         return with_loss(record_part(model, (ids, ids), {}, layout, torch.device("cpu")))
 
     for model, elements in ((shared(), 296), (Words(), 4 * 296)):
-        pieces = PieceTable(partial(record, model), NOMINAL_CPU).pieces((1, False), 4)
+        pieces = PieceTable(partial(record, model), NOMINAL_CPU).pieces(Form(1), 4)
         assert stage_parameters(pieces) == 16 * 8 + elements + 16
