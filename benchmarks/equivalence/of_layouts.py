@@ -136,15 +136,17 @@ def document(cells: Sequence[LayoutCell], wall_s: float) -> str:
     """The table as a page of the documentation, with when and on what it was measured."""
     refusals = dict.fromkeys(f"{c.model} {c.layout}: {c.refused}" for c in cells if c.refused)
     notes = "\n".join(f"- {reason}" for reason in refusals) or "No cell refused."
+    axis = cells[0].axis
+    asked = "" if axis == "tp" else f" --axis {axis}"
     return f"""# Every layout trains as one process does
 
-`python -m benchmarks.equivalence layouts`, {datetime.date.today()}, {os.cpu_count()} CPU cores,
+`python -m benchmarks.equivalence layouts{asked}`, {datetime.date.today()}, {os.cpu_count()} CPU cores,
 gloo, torch {torch.__version__}, transformers {transformers.__version__}, {wall_s:.0f} s in all.
 
 The largest relative error in float64 of the loss of each step, every gradient of each step, and
 every weight and buffer after {STEPS} AdamW steps, against the plain model in one process on the
 whole batch ({BATCH_SIZE} samples, trained in {MICRO_BATCHES} micro-batches; batch norms normalise
-over each of these in both, by convention). Columns are dp·tp·pp. In brackets: with the casts to
+over each of these in both, by convention). Columns are dp·{axis}·pp. In brackets: with the casts to
 float32 that the model's own code makes; without brackets those casts are lifted to float64 on both
 sides. Every training ran twice and was compared bit by bit.
 

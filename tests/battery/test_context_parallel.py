@@ -18,7 +18,7 @@ from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 
 STEPS, BATCH_SIZE, MICRO_BATCHES = 2, 8, 4
-# Grouped heads with masks; scores and dropout spelled out; two sequences; an odd number of patches.
+# Grouped heads; tied embeddings over two stages; two sequences; an odd number of patches.
 CASES = [
     ("llama", Mesh(tp=4)),
     ("gpt2", Mesh(tp=2, pp=2)),
