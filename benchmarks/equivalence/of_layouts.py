@@ -140,8 +140,9 @@ def document(cells: Sequence[LayoutCell], wall_s: float) -> str:
     asked = "" if axis == "tp" else f" --axis {axis}"
     return f"""# Every layout trains as one process does
 
-`python -m benchmarks.equivalence layouts{asked}`, {datetime.date.today()}, {os.cpu_count()} CPU
-cores, gloo, torch {torch.__version__}, transformers {transformers.__version__}, {wall_s:.0f} s in all.
+`python -m benchmarks.equivalence layouts{asked}`, {datetime.date.today()},
+{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}, transformers
+{transformers.__version__}, {wall_s:.0f} s in all.
 
 The largest relative error in float64 of the loss of each step, every gradient of each step, and
 every weight and buffer after {STEPS} AdamW steps, against the plain model in one process on the
