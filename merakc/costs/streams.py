@@ -40,6 +40,11 @@ class Streams:
             self.queue.append(_Running(key, seconds))
             self.posted_s += seconds
 
+    def fall_behind(self, seconds: float) -> None:
+        """Collectives that were posted before take so much longer."""
+        if seconds > 0:
+            self.queue.append(_Running(None, seconds))
+
     def compute(self, seconds: float) -> None:
         """Computes for so long."""
         self._pass(seconds, self.overlap)

@@ -18,7 +18,7 @@ from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
-from merakc.ir.program import CollectiveKind, Program
+from merakc.ir.program import CollectiveKind
 from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
@@ -38,14 +38,11 @@ def predict(
     collectives: GraphCollectives | None = None,
     messages: tuple[float, float] | None = None,
     overlap: float | None = None,
-    programs: Sequence[Program] | None = None,
     traced: bool = True,
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step, of all ranks or of one dp rank's, which stands for all.
 
-    `programs` are the plan's, without collectives over dp, where these are verified; then what is
-    simulated is a plan that is tried, and its collectives are not verified either. Unless it is to
-    be `traced`, the simulation holds no events.
+    Unless it is to be `traced`, the simulation holds no events.
 
     Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
     the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
@@ -56,22 +53,28 @@ def predict(
     if costs is None:
         cluster = cluster.with_hardware(mesh.world_size)
         costs = planned_costs(lowered, cluster)
-    table = replace(_cost_table(lowered, cluster, costs), collectives=collectives or {})
+    table = replace(cost_table(lowered, cluster, costs), collectives=collectives or {})
     if messages is not None:
         table = replace(table, p2p_latency_s=messages[0], p2p_bytes_per_s=messages[1])
     if overlap is not None:
         table = replace(table, overlap=overlap)
     ranks = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
-    verified = programs is not None
-    if programs is None:
-        programs = lowered.programs(ranks=None if dp_rank is None else ranks)
+    programs = lowered.programs(ranks=None if dp_rank is None else ranks)
     placed = lowered.with_collectives(programs, touches)
-    simulation = simulate(
-        placed, table, head=lowered.head_stage, mesh=mesh, verified=verified, traced=traced
-    )
-    places = ranks if dp_rank is None else range(mesh.pp)
+    simulation = simulate(placed, table, head=lowered.head_stage, mesh=mesh, traced=traced)
+    places = ranks if dp_rank is None else None
+    return prediction_of(lowered, cluster, simulation, places), simulation
+
+
+def prediction_of(
+    lowered: Lowered, cluster: Cluster, simulation: Simulation, places: Sequence[int] | None = None
+) -> Prediction:
+    """What a simulated step says of a plan; `places` are those of one dp rank among all that were
+    simulated, otherwise these are all.
+    """
+    places = range(lowered.plan.pp) if places is None else places
     moves = bool(lowered.plan.host_activations)
-    prediction = Prediction(
+    return Prediction(
         simulation.step_s,
         simulation.bubble_share,
         tuple(simulation.peak_bytes[k] for k in places),
@@ -80,10 +83,9 @@ def predict(
         host_s=_host_seconds(lowered, cluster),
         host_bytes=tuple(simulation.host_bytes[k] for k in places) if moves else (),
     )
-    return prediction, simulation
 
 
-def _cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]) -> CostTable:
+def cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]) -> CostTable:
     """What the actions of a plan's Programs cost on a cluster, by the costs of its stages."""
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh

@@ -5,6 +5,7 @@ is simulated, on all ranks alike.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +16,17 @@ from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.stage import with_state
 from merakc.costs.work.keep import with_kept
 from merakc.costs.work.sharded import GATHERED
+from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
 from merakc.ir.program import COMPUTES, ActionKind, CollectiveKind, Program
 from merakc.ir.state import StateShards, coarse_lattice, lattice
 from merakc.lowering.lowered import Lowered
-from merakc.lowering.predict import planned_costs, predict
+from merakc.lowering.predict import planned_costs
+from merakc.lowering.try_out import Steps, try_out
 from merakc.machines.cluster import Cluster
-from merakc.passes.programs.collectives import rough_touches
-from merakc.simulation.faults import verify_programs
+from merakc.passes.programs.collectives import Touches, rough_touches
+from merakc.simulation.held import Peak
 
 # The most dp ranks whose whole lattice of shards is tried.
 FINE = 8
@@ -53,20 +56,26 @@ def choose_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) 
 
     What a rank waits for follows from its own stages. Larger buckets are tried as long as a rank
     waits, and less than before. Among equals the least is communicated, then the least sharded.
-    Where nothing fits a rank, what takes the fewest bytes. A way with which no rank can end
-    before a whole step of another, that fits, is not simulated.
+    Where nothing fits a rank, what takes the fewest bytes. A way is not simulated with which no
+    rank can end before a whole step of another, that fits, or with which each lacks more than with
+    another.
     """
     plan = lowered.plan
     trial = _Trial(lowered, cluster)
     keys: list[dict[Way, _Waits]] = [{} for _ in range(plan.pp)]
     worst_s, same = math.inf, (math.inf, _as_they_are(plan))
+    ways = _ways(plan, cluster) if are_open else [_as_they_are(plan)]
+    ways = sorted(ways, key=lambda way: sum(trial.lacking(_with_shards(lowered, way))))
     for scale in bucket_scales(max(map(_held_bytes, lowered.stages.local))):
         step_s = math.inf
-        for way in _ways(plan, cluster) if are_open else [_as_they_are(plan)]:
+        for way in ways:
             scaled = tuple(replace(s, bucket_scale=scale if s.optimizer > 1 else 1) for s in way)
             if scaled in keys[0]:
                 continue
-            tried = replace(lowered, plan=replace(plan, state_shards=scaled))
+            tried = _with_shards(lowered, scaled)
+            least = (min(own.values(), default=(math.inf,))[0] for own in keys)
+            if all(map(operator.gt, trial.lacking(tried), least)):
+                continue
             if min(trial.least_s(tried)) >= same[0]:
                 continue
             found_s, waits = trial.run(tried, scale)
@@ -92,27 +101,38 @@ class _Trial:
         self.touches = {s: graph.told(rough_touches) for s, graph in enumerate(local)}
         costs = planned_costs(lowered, cluster)
         self.costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
-        ranks = [plan.mesh.rank(0, r, 0) for r in range(plan.pp)]
-        self.programs = lowered.programs(ranks=ranks)
-        verify_programs(self.programs, head=lowered.head_stage)
-        self.counts = [_computes(program) for program in self.programs]
+        self.steps = Steps(lowered)
+        self.counts = [_computes(program) for program in self.steps.whole]
+        nothing_read: dict[int, Touches] = {s: {} for s in self.touches}
+        _, simulation = try_out(lowered, cluster, self.costs, nothing_read, self.steps)
+        self.moving_bytes = [_moving_bytes(peak) for peak in simulation.peaks]
         effects = [cost.effects for cost in self.costs]
         self.busy_s = [
             sum(n * effects[s][COMPUTES.index(kind)].seconds for (s, kind), n in counts.items())
             for counts in self.counts
         ]
 
-    def run(self, tried: Lowered, scale: int) -> tuple[float, list[_Waits]]:
-        """Seconds of the step, and what each rank compares a way by."""
+    def lacking(self, tried: Lowered) -> list[int]:
+        """The bytes that each rank lacks at the least."""
+        need_bytes = list(self.moving_bytes)
+        costs = self.costs_of(tried)
+        for rank, cost in zip(tried.plan.rank_of, costs, strict=True):
+            need_bytes[rank] += cost.static_bytes
+        pairs = zip(need_bytes, self.memory_bytes, strict=True)
+        return [max(need - most, 0) for need, most in pairs]
+
+    def costs_of(self, tried: Lowered) -> tuple[StageCost, ...]:
+        """The stages' costs with their state in the shards that are tried."""
         plan = tried.plan
         stages = zip(self.costs, tried.stages.local, plan.state_shards, strict=True)
-        costs = tuple(
+        return tuple(
             with_state(c, graph, own, plan.precision, plan.host_states) for c, graph, own in stages
         )
-        prediction, simulation = predict(
-            tried, self.cluster, costs, self.touches, dp_rank=0, programs=self.programs,
-            traced=False,
-        )  # fmt: skip
+
+    def run(self, tried: Lowered, scale: int) -> tuple[float, list[_Waits]]:
+        """Seconds of the step, and what each rank compares a way by."""
+        plan, costs = tried.plan, self.costs_of(tried)
+        prediction, simulation = try_out(tried, self.cluster, costs, self.touches, self.steps)
         lacking = (
             max(peak - most, 0)
             for peak, most in zip(prediction.peak_bytes, self.memory_bytes, strict=True)
@@ -159,6 +179,13 @@ class _Trial:
         return posted_s
 
 
+def _moving_bytes(peak: Peak) -> int:
+    """What a rank holds at its peak beside its state, but for messages: when these have arrived
+    depends on what is sent over dp. Nothing is said of a peak behind the last micro-batch.
+    """
+    return 0 if peak.reduced_bytes else peak.activations_bytes + peak.transient_bytes
+
+
 def _computes(program: Program) -> _Counts:
     """How many computes of each stage and kind a rank has."""
     return Counter((a.stage, a.kind) for a in program.actions if a.kind.is_compute)
@@ -175,6 +202,10 @@ def _ways(plan: Plan, cluster: Cluster) -> Sequence[Way]:
     inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
     points = lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside)
     return [(shards,) * len(plan.rank_of) for shards in points]
+
+
+def _with_shards(lowered: Lowered, way: Way) -> Lowered:
+    return replace(lowered, plan=replace(lowered.plan, state_shards=way))
 
 
 def _as_they_are(plan: Plan) -> Way:

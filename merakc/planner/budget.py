@@ -18,7 +18,8 @@ from merakc.ir.plan_file import Prediction
 from merakc.ir.program import StageGraphs
 from merakc.ir.recompute import Budget, Keep, Run, format_runs
 from merakc.lowering.lowered import Lowered
-from merakc.lowering.predict import planned_costs, predict
+from merakc.lowering.predict import planned_costs
+from merakc.lowering.try_out import try_out
 from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.shorten import graph_form
 from merakc.passes.pipeline import called_pieces, uniform
@@ -157,7 +158,7 @@ class _Chosen:
         texts = tuple(map(format_runs, chosen))
         plan = replace(self.lowered.plan, kept_blocks=texts)
         made = replace(self.lowered, plan=plan)
-        return replace(made, prediction=predict(made, self.cluster, dp_rank=0, traced=False)[0])
+        return replace(made, prediction=try_out(made, self.cluster)[0])
 
 
 def _alike(stage: StageGraphs, place: Place) -> _Alike:

@@ -16,6 +16,7 @@ from merakc.errors import MerakError
 from merakc.ir.graph import InputKind
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
 from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates
 from merakc.planner.estimate import rank_of
@@ -80,7 +81,7 @@ def choose(
     cluster, patience = cluster.with_hardware(request.world_size), patience or Patience()
     sole = None if patience.stopped else _sole(request, record, cluster)
     if sole is not None:
-        return _ending(sole)
+        return _in_full(sole, cluster)
     errors: list[MerakError] = []
     candidates = candidates or compare(request, record, cluster, progress)
     planned: list[Lowered] = []
@@ -98,15 +99,17 @@ def choose(
     found = improved[-1:] or (planned[:1] if patience.stopped else [])
     if not found:
         raise errors[0]
-    return _ending(found[0])
+    return _in_full(found[0], cluster)
 
 
-def _ending(lowered: Lowered) -> Lowered:
-    """The same plan, whose calls on communicators come to their end on GPUs, too."""
+def _in_full(lowered: Lowered, cluster: Cluster) -> Lowered:
+    """The same plan with the prediction of its whole step, whose calls on communicators come to
+    their end on GPUs, too.
+    """
     mesh = lowered.plan.mesh
     programs = lowered.programs(ranks=[mesh.rank(0, r, 0) for r in range(mesh.pp)])
     verify_calls(lowered.with_collectives(programs), lowered.wiring())
-    return lowered
+    return replace(lowered, prediction=predict(lowered, cluster, dp_rank=0, traced=False)[0])
 
 
 def _planned(

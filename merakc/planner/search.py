@@ -26,8 +26,9 @@ from merakc.ir.state import (
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap, overlap_place
-from merakc.lowering.predict import planned_costs, predict
+from merakc.lowering.predict import planned_costs
 from merakc.lowering.state_shards import Way, choose_shards
+from merakc.lowering.try_out import try_out
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.planner.budget import within_budget
@@ -102,7 +103,9 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
         if _fits(made[-1], cluster) and cluster.sharing is None and not alone:
             break
     fitting = [one for one in made if _fits(one, cluster)]
-    return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
+    if not fitting:
+        return min(made, key=lambda one: _lacking_bytes(one, cluster))
+    return min(fitting, key=lambda one: standing(one, cluster))
 
 
 def is_pressed(request: Request, lowered: Lowered, cluster: Cluster) -> bool:
@@ -172,7 +175,7 @@ def _is_behind(request: Request, lowered: Lowered, cluster: Cluster, best: Lower
     if _order_is_open(request, lowered.plan) or cluster.sharing is not None:
         return False
     costs = _least_costs(lowered, cluster)
-    least, _ = predict(lowered, cluster, costs, dp_rank=0, traced=False)
+    least, _ = try_out(lowered, cluster, costs)
     return not can_beat(least.step_s, lowered, best, cluster)
 
 
@@ -212,8 +215,15 @@ def _fits(lowered: Lowered, cluster: Cluster) -> bool:
     return fits(_predicted(lowered).peak_bytes, cluster, lowered.plan.mesh)
 
 
+def _lacking_bytes(lowered: Lowered, cluster: Cluster) -> int:
+    """What the rank lacks that lacks most."""
+    memory_bytes = rank_memory_bytes(cluster, lowered.plan.mesh)
+    peaks = _predicted(lowered).peak_bytes
+    return max(need - have for need, have in zip(peaks, memory_bytes, strict=True))
+
+
 def _with_prediction(lowered: Lowered, cluster: Cluster) -> Lowered:
-    prediction, _ = predict(lowered, cluster, dp_rank=0, traced=False)
+    prediction, _ = try_out(lowered, cluster)
     return replace(lowered, prediction=prediction)
 
 

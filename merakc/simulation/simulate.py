@@ -27,6 +27,7 @@ from merakc.simulation.faults import Work, run_programs, trains, verify_programs
 from merakc.simulation.held import Held, Peak
 from merakc.simulation.links import Links, Message
 from merakc.simulation.parts import GATHERING, Compute, parts_of
+from merakc.simulation.steady import LeftOut, Pace, left_out_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +99,23 @@ def simulate(
     *,
     verified: bool = False,
     traced: bool = True,
+    left_out: LeftOut | None = None,
 ) -> Simulation:
     """The times, the waits and the peak memory of one step. Verifies the Programs first, unless
     they are `verified`: what couples samples is on the stage `head`, or where they have it; dp
     ranks are those of the `mesh`, where it is known. Unless `traced`, no events, messages and
-    samples of memory are kept.
+    samples of memory are kept. With periods that are `left_out`, the Programs are those of a step
+    without them, and seconds those of the whole step; it is not to be traced.
 
     A stage's costs are those of `costs.stages[action.stage]`. Messages take what `Links` says. The
     collectives over dp that an action holds run beside the computing, one after the other. A
     reduction takes `reduce_s` once they all have ended, and waits for no other rank. What ranks
     hold is what `Held` says.
 
-    Raises `ProgramError` as `verify_programs` and `verify_collectives` do.
+    Raises `ProgramError` as `verify_programs` and `verify_collectives` do, and `UnsteadyError`
+    where what is left out is not as what there is.
     """
+    assert left_out is None or not traced, "what is left out has no events"
     if not verified:
         verify_programs(programs, head=head)
         verify_collectives(programs, mesh)
@@ -119,7 +124,8 @@ def simulate(
     links = Links(costs.link)
     states = {
         p.rank: _Rank(
-            p.rank, costs, links, _held(p, costs, training, traced), iter(durations[p.rank]), traced
+            p.rank, costs, links, _held(p, costs, training, traced), iter(durations[p.rank]),
+            traced, None if left_out is None else Pace.of(p, left_out),
         )
         for p in programs
     }  # fmt: skip
@@ -134,6 +140,12 @@ def simulate(
 
 
 def _result(states: Sequence[_Rank], costs: CostTable, stretch: float) -> Simulation:
+    paces = [s.pace for s in states if s.pace is not None]
+    for state, more in zip(states, left_out_seconds(paces) if paces else (), strict=False):
+        state.clock.now_s += more.now_s
+        state.clock.exposed_s += more.exposed_s
+        state.clock.posted_s += more.posted_s
+        state.busy_s += more.busy_s
     step_s = max((s.clock.now_s for s in states), default=0.0)
     busy_s = tuple(s.busy_s for s in states)
     total_s = len(states) * step_s
@@ -164,6 +176,7 @@ class _Rank:
     held: Held
     durations: Iterator[float]
     traced: bool
+    pace: Pace | None = None
     clock: Streams = field(init=False)
     busy_s: float = 0.0
     events: list[Event] = field(default_factory=list)
@@ -197,6 +210,8 @@ class _Rank:
         self.busy_s += self.clock.now_s - start_s
         if action.kind.is_compute:
             self.held.sample(self.clock.now_s)
+            if self.pace is not None:
+                self.pace.note(action.kind, self.clock, self.busy_s, self.held.activations_bytes)
         self._note(action, start_s)
 
     def collectives(self) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from merakc.errors import RecordError
 from merakc.frontend.values.reads import Reads
-from merakc.ir.graph import Graph, InputKind, Node, OutputKind, Ref, TensorSpec
+from merakc.ir.graph import Graph, InputKind, Node, OutputKind, Ref, TensorSpec, map_refs
 from merakc.kernels.opaque import OPAQUE
 from merakc.passes.batches.aligned import aligned, common
 from merakc.passes.batches.routed import JOINS, UNBIND
@@ -92,17 +92,27 @@ def of_one_sample(alone: Graph, two: Graph, many: Graph, samples: int) -> Graph:
     A batch of one sample often takes a path of its own: of what it turns torch makes no copy, and
     a model may take it for several texts in a row. As a part of a larger batch it is to take the
     batch's path, on which sizes grow evenly with the samples. Raises `RecordError` where some do
-    not, or calls are recorded with their sizes.
+    not, calls are recorded with their sizes, or custom functions are called in another way.
     """
     try:
         check_alike(alone, two, 1, samples)
     except RecordError:
         check_alike(two, many, 2, samples)
         made = _Line(samples).graph(two, many)
-        if made is None:
+        if made is None or _functions(made) != _functions(alone):
             raise
         return made
     return alone
+
+
+def _functions(graph: Graph) -> list[tuple[Any, ...]]:
+    """The calls of custom functions, by what they are given and return."""
+    specs, given = graph.specs(), lambda ref: specs[ref]
+    return [
+        (n.op, graph.functions[n.op], map_refs(n.args, given), n.outputs)
+        for n in graph.nodes
+        if n.op in graph.functions
+    ]
 
 
 class _Line:
@@ -115,7 +125,7 @@ class _Line:
 
     def graph(self, two: Graph, many: Graph) -> Graph | None:
         """The graph of one sample."""
-        if two.functions or any(n.op == OPAQUE for n in two.nodes):
+        if any(n.op == OPAQUE for n in two.nodes):  # a call as it was recorded
             return None
         inputs = []
         for item, other in zip(two.inputs, many.inputs, strict=True):

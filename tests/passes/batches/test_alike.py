@@ -74,7 +74,23 @@ def branched(s: Small, x: Tensor) -> Tensor:
     return y.cumsum(1) if len(x) == 1 else (y * 2).reshape(-1, WIDTH)[: 5 * len(x)]
 
 
-@pytest.mark.parametrize("call", [turned, branched])
+class Mine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+def custom(s: Small, x: Tensor) -> Tensor:
+    """A function of its own on the way to what is not alike."""
+    y: Tensor = Mine.apply(s.layer(x))
+    return y.cumsum(1) if len(x) == 1 else y * 2
+
+
+@pytest.mark.parametrize("call", [turned, branched, custom])
 @pytest.mark.parametrize("many", [3, 4, 8])
 def test_one_sample_takes_the_path_of_its_batch(
     call: Callable[[Small, Tensor], Tensor], many: int
@@ -103,24 +119,21 @@ def squared(s: Small, x: Tensor) -> Tensor:
     return y.sum() if len(x) == 1 else (y @ y.T).flatten().cos().sum()
 
 
-class Mine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> Tensor:
-        return grads[0] * 2
+def other_way(s: Small, x: Tensor) -> Tensor:
+    """A function that is given something else of one sample."""
+    y = s.layer(x)
+    made: Tensor = Mine.apply(y.flatten()) if len(x) == 1 else Mine.apply(y).flatten()
+    return made
 
 
-def custom(s: Small, x: Tensor) -> Tensor:
-    y: Tensor = Mine.apply(s.layer(x))
-    return y.sum() if len(x) == 1 else y.mean()
+def left_out(s: Small, x: Tensor) -> Tensor:
+    y: Tensor = s.layer(x) if len(x) == 1 else Mine.apply(s.layer(x))
+    return y * 2
 
 
-@pytest.mark.parametrize("call", [squared, custom])
+@pytest.mark.parametrize("call", [squared, other_way, left_out])
 def test_sizes_that_are_on_no_line_are_refused(call: Callable[[Small, Tensor], Tensor]) -> None:
-    """A table of samples by samples; a call that was recorded with its sizes."""
+    """A table of samples by samples; functions that one sample calls in another way, or not."""
     with pytest.raises(RecordError, match="for a part of 1 samples"):
         of_one_sample(graph(call, 1), graph(call, 2), graph(call, 4), 4)
 

@@ -1,0 +1,110 @@
+"""What a plan that is one of many should cost: its step is simulated with fewer micro-batches where
+others take as long as these.
+
+The plan that is chosen in the end is predicted in full (`merakc.lowering.predict`): between the two
+lie about a billionth of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from merakc.ir.costs import StageCost
+from merakc.ir.plan_file import Prediction
+from merakc.ir.program import Program
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import cost_table, planned_costs, prediction_of
+from merakc.machines.cluster import Cluster
+from merakc.passes.programs.collectives import Touches
+from merakc.simulation.faults import verify_programs
+from merakc.simulation.simulate import Simulation, simulate
+from merakc.simulation.steady import LeftOut, UnsteadyError
+
+# Behind how many micro-batches a rank periods are looked at, one after the other.
+WARM = (2, 4, 8)
+# Periods that are simulated: two that are compared, and one to be sure.
+PERIODS = 3
+# A step is simulated whole where the short one is no shorter than that share of it.
+WORTH = 0.6
+_Step = tuple[tuple[Program, ...], LeftOut | None]
+
+
+class Steps:
+    """The verified Programs of a plan's step, of one dp rank, without collectives over dp."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self._left = list(self._ways_to_leave_out())
+        self._known: dict[LeftOut, tuple[Program, ...]] = {}
+
+    def __iter__(self) -> Iterator[_Step]:
+        """With micro-batches left out, where that may be; then all. What is gone on from is not
+        tried again.
+        """
+        while self._left:
+            left_out = self._left[0]
+            if left_out not in self._known:
+                self._known[left_out] = self._without(left_out)
+            yield self._known[left_out], left_out
+            del self._left[0]
+        yield self.whole, None
+
+    @cached_property
+    def whole(self) -> tuple[Program, ...]:
+        """Those of all micro-batches."""
+        return self._programs(self.lowered)
+
+    def _ways_to_leave_out(self) -> Iterator[LeftOut]:
+        """The shorter step first."""
+        plan = self.lowered.plan
+        if plan.order or self.lowered.head_stage is not None:
+            return
+        # The stages of a rank take turns on as many micro-batches as there are ranks, and where
+        # these wait for each other so many may pass until all is the same again.
+        several = len(plan.rank_of) > plan.pp
+        for count in WARM:
+            period = plan.pp if several or count > WARM[0] else 1
+            first = count * plan.pp
+            periods = (plan.micro_batches - first - plan.pp) // period - PERIODS
+            if periods * period > (1 - WORTH) * plan.micro_batches:
+                yield LeftOut(first, period, periods)
+
+    def _without(self, left_out: LeftOut) -> tuple[Program, ...]:
+        plan = self.lowered.plan
+        left = plan.micro_batches - left_out.periods * left_out.period
+        fewer = replace(plan, micro_batches=left, batch_size=left * plan.samples)
+        return self._programs(replace(self.lowered, plan=fewer))
+
+    def _programs(self, lowered: Lowered) -> tuple[Program, ...]:
+        mesh = lowered.plan.mesh
+        programs = lowered.programs(ranks=[mesh.rank(0, r, 0) for r in range(mesh.pp)])
+        verify_programs(programs, head=lowered.head_stage)
+        return programs
+
+
+def try_out(
+    lowered: Lowered,
+    cluster: Cluster,
+    costs: tuple[StageCost, ...] | None = None,
+    touches: Mapping[int, Touches] | None = None,
+    steps: Steps | None = None,
+) -> tuple[Prediction, Simulation]:
+    """As `merakc.lowering.predict.predict` of one dp rank, without events; the collectives over dp
+    are not verified. `steps` are the plan's, where they are known.
+    """
+    if costs is None:
+        cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
+        costs = planned_costs(lowered, cluster)
+    table = cost_table(lowered, cluster, costs)
+    for programs, left_out in steps or Steps(lowered):
+        try:
+            simulation = simulate(
+                lowered.with_collectives(programs, touches), table, head=lowered.head_stage,
+                mesh=lowered.plan.mesh, verified=True, traced=False, left_out=left_out,
+            )  # fmt: skip
+        except UnsteadyError:
+            continue
+        return prediction_of(lowered, cluster, simulation), simulation
+    raise AssertionError("a whole step is steady")
