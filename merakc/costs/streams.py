@@ -24,10 +24,11 @@ class Streams:
 
     While the rank computes, they run at the share `overlap` of their speed: collectives and kernels
     compete for multiprocessors and memory. What is waited for is exposed. `ended` holds the key,
-    the start and the end of each, in seconds since the start of the step.
+    the start and the end of each, in seconds since the start of the step, where it is `traced`.
     """
 
     overlap: float = 1.0
+    traced: bool = True
     now_s: float = 0.0
     exposed_s: float = 0.0
     posted_s: float = 0.0
@@ -79,11 +80,12 @@ class Streams:
 
     def _pass(self, seconds: float, speed: float) -> None:
         at_s, self.now_s = self.now_s, self.now_s + seconds
-        if not self.queue:
+        queue = self.queue
+        if not queue:
             return
         budget_s = seconds * speed
-        while self.queue and budget_s > 0:
-            first = self.queue[0]
+        while queue and budget_s > 0:
+            first = queue[0]
             if first.start_s < 0:
                 first.start_s = at_s
             if first.left_s > budget_s:
@@ -96,4 +98,5 @@ class Streams:
 
     def _end_first(self, at_s: float, end_s: float) -> None:
         first = self.queue.popleft()
-        self.ended.append((first.key, first.start_s if first.start_s >= 0 else at_s, end_s))
+        if self.traced:
+            self.ended.append((first.key, first.start_s if first.start_s >= 0 else at_s, end_s))

@@ -24,15 +24,24 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
         like = first.setdefault(graph_form(local)[0], local)
         split = ActionKind.INPUT_GRAD in lowered.options(stage, 0).kinds
         kept = plan.kept_blocks[stage] if plan.kept_blocks else ""
-        pieces = like.told(PiecesOf(plan.recompute, kept, split))
+        pieces_of = PiecesOf(plan.recompute, kept, split)
+        pieces = like.told(pieces_of)
         if plan.host_activations and pieces.backward is not None:
-            pieces = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
+            moved = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
+            cost = stage_cost(moved, place)
+        else:
+            cost = like.told(_cost, pieces_of, place)
         state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.host_states
         found.append(
             replace(
-                stage_cost(pieces, place),
+                cost,
                 static_bytes=static_bytes(local, *state),
                 reduced_bytes=reduced_bytes(local, *state),
             )
         )
     return found
+
+
+def _cost(local: Graph, pieces_of: PiecesOf, place: Place) -> StageCost:
+    """The cost of a stage's pieces; its state is that of an unsharded one."""
+    return stage_cost(local.told(pieces_of), place)

@@ -38,6 +38,7 @@ class Steps:
         self.lowered = lowered
         self._left = list(self._ways_to_leave_out())
         self._known: dict[LeftOut, tuple[Program, ...]] = {}
+        self._placed: tuple[object, tuple[Program, ...]] = None, ()
 
     def __iter__(self) -> Iterator[_Step]:
         """With micro-batches left out, where that may be; then all. What is gone on from is not
@@ -50,6 +51,15 @@ class Steps:
             yield self._known[left_out], left_out
             del self._left[0]
         yield self.whole, None
+
+    def placed(
+        self, lowered: Lowered, programs: tuple[Program, ...], touches: Mapping[int, Touches] | None
+    ) -> tuple[Program, ...]:
+        """Such Programs with their collectives over dp, which depend on the shards of the state."""
+        key = id(programs), id(touches), lowered.plan.state_shards, lowered.plan.host_states
+        if self._placed[0] != key:
+            self._placed = key, lowered.with_collectives(programs, touches)
+        return self._placed[1]
 
     @cached_property
     def whole(self) -> tuple[Program, ...]:
@@ -98,10 +108,11 @@ def try_out(
         cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
         costs = planned_costs(lowered, cluster)
     table = cost_table(lowered, cluster, costs)
-    for programs, left_out in steps or Steps(lowered):
+    steps = steps or Steps(lowered)
+    for programs, left_out in steps:
         try:
             simulation = simulate(
-                lowered.with_collectives(programs, touches), table, head=lowered.head_stage,
+                steps.placed(lowered, programs, touches), table, head=lowered.head_stage,
                 mesh=lowered.plan.mesh, verified=True, traced=False, left_out=left_out,
             )  # fmt: skip
         except UnsteadyError:

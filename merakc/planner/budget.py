@@ -19,7 +19,7 @@ from merakc.ir.program import StageGraphs
 from merakc.ir.recompute import Budget, Keep, Run, format_runs
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs
-from merakc.lowering.try_out import try_out
+from merakc.lowering.try_out import Steps, try_out
 from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.shorten import graph_form
 from merakc.passes.pipeline import called_pieces, uniform
@@ -117,6 +117,7 @@ class _Chosen:
     def __init__(self, lowered: Lowered, cluster: Cluster) -> None:
         self.lowered = replace(lowered, plan=replace(lowered.plan, recompute="budget"))
         self.cluster, plan = cluster, lowered.plan
+        self.steps = Steps(lowered)
         self.flying = [in_flight(lowered.schedule, s) for s in range(len(plan.rank_of))]
         devices = stage_devices(cluster, plan.mesh, plan.rank_of)
         known: dict[object, _Alike] = {}
@@ -158,7 +159,7 @@ class _Chosen:
         texts = tuple(map(format_runs, chosen))
         plan = replace(self.lowered.plan, kept_blocks=texts)
         made = replace(self.lowered, plan=plan)
-        return replace(made, prediction=try_out(made, self.cluster)[0])
+        return replace(made, prediction=try_out(made, self.cluster, steps=self.steps)[0])
 
 
 def _alike(stage: StageGraphs, place: Place) -> _Alike:

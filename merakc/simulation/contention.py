@@ -75,7 +75,9 @@ class _Together:
         self.links = Links(costs.link)
         self.ranks: dict[int, _Rank] = {}
         for program in programs:
-            rank = _Rank(program.rank // sharing.devices, Streams(costs.overlap), iter(()))
+            rank = _Rank(
+                program.rank // sharing.devices, Streams(costs.overlap, traced=False), iter(())
+            )
             rank.way = self._way(program, rank)
             self.ranks[program.rank] = rank
         here = Counter(rank.node for rank in self.ranks.values())

@@ -125,7 +125,7 @@ def simulate(
     states = {
         p.rank: _Rank(
             p.rank, costs, links, _held(p, costs, training, traced), iter(durations[p.rank]),
-            traced, None if left_out is None else Pace.of(p, left_out),
+            traced, pace=None if left_out is None else Pace.of(p, left_out),
         )
         for p in programs
     }  # fmt: skip
@@ -159,7 +159,7 @@ def _result(states: Sequence[_Rank], costs: CostTable, stretch: float) -> Simula
         exposed_s=tuple(s.clock.exposed_s for s in states),
         communication_s=tuple(s.clock.posted_s for s in states),
         messages=tuple(m for s in states for m in s.messages),
-        collectives=tuple(e for s in states if s.traced for e in s.collectives()),
+        collectives=tuple(e for s in states for e in s.collectives()),
         inside=costs.collectives,
         stretch=stretch,
         host_bytes=tuple(s.held.host_peak_bytes for s in states),
@@ -183,7 +183,7 @@ class _Rank:
     messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clock = Streams(self.costs.overlap)
+        self.clock = Streams(self.costs.overlap, self.traced)
 
     def send(self, action: Action) -> None:
         now_s = self.clock.now_s

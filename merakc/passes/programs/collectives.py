@@ -7,8 +7,9 @@ one of a bucket is made. What the optimizers wrote is gathered from the start of
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -213,6 +214,29 @@ class _Use:
         return self.placed[key]
 
 
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """The uses of one kind of compute, each with its place among them: what reads a bucket that is
+    gathered, and what makes gradients.
+    """
+
+    reads: tuple[tuple[int, _Use], ...]
+    gradients: tuple[tuple[int, _Use], ...]
+
+    @classmethod
+    def of(cls, uses: Iterable[_Use]) -> _Uses:
+        """Those of a compute, in their order."""
+        numbered = list(enumerate(uses))
+        return cls(
+            tuple((i, u) for i, u in numbered if not u.gradients and u.bucket.shards.optimizer > 1),
+            tuple((i, u) for i, u in numbered if u.gradients),
+        )
+
+
+# Collectives, by the number of their action; each with its place in it.
+_Placed = dict[int, list[tuple[int, Collective]]]
+
+
 class _Placing:
     """The walk along one Program."""
 
@@ -236,13 +260,13 @@ class _Placing:
         self.wanted = {b.name: made.intersection(b.members) for b in buckets}
         self.last = {a.stage: k for k, a in enumerate(actions) if a.kind in GRADIENTS}
         again = {(a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.RECOMPUTE}
-        known: dict[tuple[int, ActionKind, bool], tuple[_Use, ...]] = {}
-        self.uses: list[tuple[_Use, ...]] = []
+        known: dict[tuple[int, ActionKind, bool], _Uses] = {}
+        self.uses: list[_Uses] = []
         for action in actions:
             key = action.stage, action.kind, (action.stage, action.micro_batch) in again
             if key not in known:
                 found = touches[action.stage].get(key[1:], ()) if action.kind.is_compute else ()
-                known[key] = tuple(self._merged(found))
+                known[key] = _Uses.of(self._merged(found))
             self.uses.append(known[key])
 
     def _merged(self, touches: Sequence[Touch]) -> Iterator[_Use]:
@@ -270,75 +294,70 @@ class _Placing:
         """The Program with its collectives."""
         head, waits = self._gathers()
         reductions = self._reductions()
-        starting = {k for k, _ in waits} | {k for k, _ in reductions}
         actions = []
-        for k, (action, uses) in enumerate(zip(self.program.actions, self.uses, strict=True)):
-            found: list[Collective] = []
-            for i in range(len(uses) if k in starting else 0):
-                found += waits.get((k, i), ())
-                found += reductions.get((k, i), ())
-            found += reductions.get((k, -1), ())
-            actions.append(replace(action, collectives=tuple(found)) if found else action)
+        for k, action in enumerate(self.program.actions):
+            found = [*waits.get(k, ()), *reductions.get(k, ())]
+            found.sort(key=operator.itemgetter(0))
+            made = tuple(collective for _, collective in found)
+            actions.append(replace(action, collectives=made) if made else action)
         if head:
             stage = min(a.stage for a in actions)
             actions.insert(0, Action(ActionKind.GATHER, stage, collectives=tuple(head)))
         return Program(self.program.rank, tuple(actions))
 
-    def _gathers(self) -> tuple[list[Collective], dict[tuple[int, int], list[Collective]]]:
+    def _gathers(self) -> tuple[list[Collective], _Placed]:
         """The collectives that start with the step, and those at each use of a parameter."""
-        places: list[tuple[tuple[int, int], _Use]] = []
+        places: list[tuple[int, int, _Use]] = []
         current, seen = None, set()
         for k, uses in enumerate(self.uses):
-            for i, use in enumerate(uses):
-                shards = use.bucket.shards
-                if use.gradients or shards.optimizer == 1:
-                    continue
-                if shards.parameters > 1:
+            for i, use in uses.reads:
+                if use.bucket.shards.parameters > 1:
                     if use.bucket is current:
                         continue
                     current = use.bucket
                 elif use.bucket.name in seen or not use.bucket.is_trained:
                     continue
                 seen.add(use.bucket.name)
-                places.append(((k, i), use))
+                places.append((k, i, use))
         head = [
             Collective(CollectiveKind.REFRESH, b.name)
             for b in self.buckets
             if b.name in seen and b.is_trained and b.shards.optimizer > b.shards.parameters
         ]
-        gathered = [use.bucket for _, use in places if use.bucket.shards.parameters > 1]
+        gathered = [use.bucket for _, _, use in places if use.bucket.shards.parameters > 1]
         held: tuple[BucketSpec, ...] = tuple(gathered[:1])
         head += [Collective(CollectiveKind.GATHER, b.name) for b in held]
         following = iter(gathered[1:])
-        found: dict[tuple[int, int], list[Collective]] = {}
-        for place, use in places:
-            found[place] = [use.at(CollectiveKind.WAIT)]
+        found: _Placed = {}
+        for k, i, use in places:
+            here = found.setdefault(k, [])
+            here.append((i, use.at(CollectiveKind.WAIT)))
             if use.bucket.shards.parameters > 1:
                 then = next(following, None)
                 if then is not None and all(then is not own for own in held):
-                    found[place].append(use.at(CollectiveKind.GATHER, then))
+                    here.append((i, use.at(CollectiveKind.GATHER, then)))
                     held = use.bucket, then
         return head, found
 
-    def _reductions(self) -> dict[tuple[int, int], list[Collective]]:
-        """The places where reductions start; -1 stands for a `REDUCE` action."""
-        found: dict[tuple[int, int], list[Collective]] = {}
+    def _reductions(self) -> _Placed:
+        """The places where reductions start."""
+        found: _Placed = {}
         arrived: dict[str, set[str]] = {}
         for k, (action, uses) in enumerate(zip(self.program.actions, self.uses, strict=True)):
-            for i, use in enumerate(uses):
+            for i, use in uses.gradients:
                 name = use.bucket.name
                 come = arrived.setdefault(name, set())
                 come |= use.gradients
-                if not use.gradients or not come >= self.wanted[name]:
+                if not come >= self.wanted[name]:
                     continue
                 come.clear()
                 if k == self.last[action.stage]:
-                    found[k, i] = [use.at(CollectiveKind.REDUCE)]
+                    found.setdefault(k, []).append((i, use.at(CollectiveKind.REDUCE)))
                 elif use.bucket.shards.gradients > 1:
-                    found[k, i] = [use.at(CollectiveKind.SCATTER)]
+                    found.setdefault(k, []).append((i, use.at(CollectiveKind.SCATTER)))
         shared = [b for b in self.buckets if b.is_shared and self.wanted[b.name]]
         reduces = [k for k, a in enumerate(self.program.actions) if a.kind is ActionKind.REDUCE]
         if reduces and shared:
             shared.sort(key=lambda b: max(self.wanted[b.name]))
-            found[reduces[-1], -1] = [Collective(CollectiveKind.REDUCE, b.name) for b in shared]
+            found[reduces[-1]] = [(0, Collective(CollectiveKind.REDUCE, b.name)) for b in shared]
         return found
