@@ -25,7 +25,7 @@ from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs
 from merakc.lowering.try_out import Steps, try_out
 from merakc.machines.cluster import Cluster
-from merakc.passes.programs.collectives import Touches, rough_touches
+from merakc.passes.programs.collectives import rough_touches
 from merakc.simulation.held import Peak
 
 # The most dp ranks whose whole lattice of shards is tried.
@@ -103,8 +103,7 @@ class _Trial:
         self.costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
         self.steps = Steps(lowered)
         self.counts = [_computes(program) for program in self.steps.whole]
-        nothing_read: dict[int, Touches] = {s: {} for s in self.touches}
-        _, simulation = try_out(lowered, cluster, self.costs, nothing_read, self.steps)
+        _, simulation = try_out(lowered, cluster, self.costs, steps=self.steps, over_dp=False)
         self.moving_bytes = [_moving_bytes(peak) for peak in simulation.peaks]
         effects = [cost.effects for cost in self.costs]
         self.busy_s = [

@@ -100,9 +100,12 @@ def try_out(
     costs: tuple[StageCost, ...] | None = None,
     touches: Mapping[int, Touches] | None = None,
     steps: Steps | None = None,
+    *,
+    over_dp: bool = True,
 ) -> tuple[Prediction, Simulation]:
     """As `merakc.lowering.predict.predict` of one dp rank, without events; the collectives over dp
-    are not verified. `steps` are the plan's, where they are known.
+    are not verified, or left out where `over_dp` is false. `steps` are the plan's, where they are
+    known.
     """
     if costs is None:
         cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
@@ -110,10 +113,11 @@ def try_out(
     table = cost_table(lowered, cluster, costs)
     steps = steps or Steps(lowered)
     for programs, left_out in steps:
+        placed = steps.placed(lowered, programs, touches) if over_dp else programs
         try:
             simulation = simulate(
-                steps.placed(lowered, programs, touches), table, head=lowered.head_stage,
-                mesh=lowered.plan.mesh, verified=True, traced=False, left_out=left_out,
+                placed, table, head=lowered.head_stage, mesh=lowered.plan.mesh, verified=True,
+                traced=False, left_out=left_out,
             )  # fmt: skip
         except UnsteadyError:
             continue

@@ -40,8 +40,25 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
     cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
     found = _Chosen(lowered, cluster)
     limits = _limits(found, cluster, budget)
-    if _lacks(found.everything, limits) <= 0:
-        return found.everything
+    best = _fastest(found, limits)
+    made = found.in_full(best)
+    if _lacks(best, limits) <= 0 < _lacks(made, limits):
+        found.over_dp = True  # beside collectives messages arrive later
+        made = _fastest(found, limits)
+    if budget is not None and _lacks(made, limits) > 0:
+        least = max(_prediction(made).peak_bytes)
+        raise ConfigError(
+            f"a rank needs {format_bytes(least)} at the least, and the budget is "
+            f"{format_bytes(min(limits))}; give more, smaller micro-batches, or shard the state"
+        )
+    return made
+
+
+def _fastest(found: _Chosen, limits: Sequence[int]) -> Lowered:
+    """What takes least time within these limits of the ranks, or else fewest bytes."""
+    everything = found.everything()
+    if _lacks(everything, limits) <= 0:
+        return everything
     free = [limit - static for limit, static in zip(limits, found.static_bytes, strict=True)]
     best: Lowered | None = None
     for _ in range(ROUNDS):
@@ -56,14 +73,7 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
         if again == free:
             break
         free = again
-    best = best or _least([found.within([0] * len(limits)), found.full()], limits)
-    if budget is not None and _lacks(best, limits) > 0:
-        least = max(_prediction(best).peak_bytes)
-        raise ConfigError(
-            f"a rank needs {format_bytes(least)} at the least, and the budget is "
-            f"{format_bytes(min(limits))}; give more, smaller micro-batches, or shard the state"
-        )
-    return best
+    return best or _least([found.within([0] * len(limits)), found.full()], limits)
 
 
 def _limits(found: _Chosen, cluster: Cluster, budget: Budget | None) -> Sequence[int]:
@@ -71,7 +81,7 @@ def _limits(found: _Chosen, cluster: Cluster, budget: Budget | None) -> Sequence
         return rank_memory_bytes(cluster, found.lowered.plan.mesh)
     if budget.size_bytes is not None:
         return [budget.size_bytes] * len(found.static_bytes)
-    whole = _prediction(found.everything).peak_bytes
+    whole = _prediction(found.everything()).peak_bytes
     return [
         static + int(budget.share * (peak - static))
         for static, peak in zip(found.static_bytes, whole, strict=True)
@@ -112,7 +122,11 @@ class _Alike:
 
 
 class _Chosen:
-    """The stages of a plan, and what they may keep."""
+    """The stages of a plan, and what they may keep: without collectives over dp, unless `over_dp`
+    is set, on which memory hardly depends.
+    """
+
+    over_dp = False
 
     def __init__(self, lowered: Lowered, cluster: Cluster) -> None:
         self.lowered = replace(lowered, plan=replace(lowered.plan, recompute="budget"))
@@ -128,12 +142,15 @@ class _Chosen:
                 stage = local.told(called_pieces)
                 known[key] = _alike(stage, place_on(cluster, plan.tp, device))
             self.stages.append(known[key])
-        self.everything = self._planned([one.kept for one in self.stages])
-        costs = planned_costs(self.everything, cluster)
+        costs = planned_costs(self.everything(), cluster)
         self.static_bytes = [0] * plan.pp
         self.saved = [cost.saved_bytes for cost in costs]
         for cost, rank in zip(costs, plan.rank_of, strict=True):
             self.static_bytes[rank] += cost.static_bytes
+
+    def everything(self) -> Lowered:
+        """Nothing is made again."""
+        return self._planned([one.kept for one in self.stages])
 
     def full(self) -> Lowered:
         """Every layer is made again."""
@@ -155,11 +172,16 @@ class _Chosen:
             chosen.append(own.kept if found is None or not own.costs else found.runs)
         return self._planned(chosen)
 
+    def in_full(self, lowered: Lowered) -> Lowered:
+        """Such a plan with the collectives over dp in its prediction."""
+        return replace(lowered, prediction=try_out(lowered, self.cluster, steps=self.steps)[0])
+
     def _planned(self, chosen: Sequence[tuple[Run, ...]]) -> Lowered:
         texts = tuple(map(format_runs, chosen))
         plan = replace(self.lowered.plan, kept_blocks=texts)
         made = replace(self.lowered, plan=plan)
-        return replace(made, prediction=try_out(made, self.cluster, steps=self.steps)[0])
+        tried = try_out(made, self.cluster, steps=self.steps, over_dp=self.over_dp)
+        return replace(made, prediction=tried[0])
 
 
 def _alike(stage: StageGraphs, place: Place) -> _Alike:
