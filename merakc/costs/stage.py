@@ -10,7 +10,7 @@ from merakc.analysis.liveness import live_bytes
 from merakc.costs.device import Place, backward_seconds, forward_seconds
 from merakc.costs.nodes import graph_seconds
 from merakc.costs.work.kernels import graph_work
-from merakc.costs.work.memory import ActionBytes, order_bytes
+from merakc.costs.work.memory import ActionBytes, Sum, order_bytes
 from merakc.costs.work.pieces import kept_and_again
 from merakc.costs.work.sharded import StateBytes, graph_state_bytes
 from merakc.ir.costs import StageCost
@@ -38,20 +38,23 @@ def stage_cost(
     *,
     on_host: Collection[str] = (),
     fused: bool = False,
+    in_buckets: bool = False,
 ) -> StageCost:
     """The cost of a stage from its own graphs; of pieces that were not made, nothing.
 
     The parameters of `tied` are sharded as another stage has them, those `on_host` updated there.
-    `fused` calls add no gradients
-    to those that are there.
+    `fused` calls add no gradients to those that are there. Of parameters `in_buckets` these are
+    added to their bucket, which is among the static bytes, as soon as they are made.
     """
     factors = place.factors
+    held = frozenset(i.target for i in chunk.forward.inputs if i.kind is InputKind.PARAMETER)
+    sums = (Sum(held, size_bytes=0),) if in_buckets else ()
 
     def seconds(graph: Graph | None, factor: float = factors.backward) -> float:
         return graph_seconds(graph, place, factor) if graph else 0.0
 
     def bytes_of(*order: ActionKind) -> tuple[ActionBytes, ...]:
-        return order_bytes(chunk, order, later=True, fused=fused)
+        return order_bytes(chunk, order, sums, later=True, fused=fused)
 
     forward, backward = bytes_of(_F, _B)
     again = bytes_of(_F, _R, _B) if chunk.checkpoint else None

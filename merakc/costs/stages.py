@@ -95,12 +95,13 @@ def stage_costs(
     shards: StateShards = UNSHARDED,
     precision: Precision = MIXED,
     stagewise: bool = False,
+    gradients: bool = False,
 ) -> tuple[StageCost, ...]:
     """The cost of each stage, of the pieces at the places that it has.
 
     The gradients of a micro-batch are added to those of the ones before it. A recomputation runs
     the blocks again, and keeps what enters each of them; with `stagewise` it runs all again, and
-    keeps what enters the stage.
+    keeps what enters the stage. With `gradients` a backward holds those of its largest call.
     """
     found = []
     for stage in stages:
@@ -127,6 +128,7 @@ def stage_costs(
                 saved_bytes=sum(piece.saved_bytes for piece in own),
                 checkpoint_bytes=entering + rest,
                 recompute_peak_bytes=largest,
+                backward_peak_bytes=max(p.gradient_bytes for p in own) if gradients else 0,
                 static_bytes=state_bytes(parameters, shards, precision),
             )
         )

@@ -28,9 +28,9 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
         pieces = like.told(pieces_of)
         if plan.host_activations and pieces.backward is not None:
             moved = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
-            cost = stage_cost(moved, place)
+            cost = stage_cost(moved, place, in_buckets=plan.has_buckets)
         else:
-            cost = like.told(_cost, pieces_of, place)
+            cost = like.told(_cost, pieces_of, place, plan.has_buckets)
         state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.host_states
         found.append(
             replace(
@@ -42,6 +42,6 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
     return found
 
 
-def _cost(local: Graph, pieces_of: PiecesOf, place: Place) -> StageCost:
+def _cost(local: Graph, pieces_of: PiecesOf, place: Place, in_buckets: bool) -> StageCost:
     """The cost of a stage's pieces; its state is that of an unsharded one."""
-    return stage_cost(local.told(pieces_of), place)
+    return stage_cost(local.told(pieces_of), place, in_buckets=in_buckets)

@@ -39,6 +39,8 @@ from merakc.simulation.nccl import verify_calls
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
 FINALIST_NODES = 9_000
 MOST_FINALISTS = 16
+# As many more are planned while none fits.
+MORE_FINALISTS = 4
 
 Progress = Callable[[str], None]
 
@@ -123,7 +125,7 @@ def _planned(
     left = min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS)
     best_s = math.inf
     for strategy, asked, least_s in _finalists(request, candidates):
-        if best_s <= least_s or not left:
+        if best_s <= least_s or left <= (0 if best_s < math.inf else -MORE_FINALISTS):
             continue
         left -= 1
         progress(f"planning {strategy}")

@@ -159,6 +159,7 @@ class Job:
             for cost in stage_costs(
                 self.pieces, self.costs[rank], [part], self.places[rank],
                 precision=self.framework.precision, stagewise=stagewise,
+                gradients=self.framework.stagewise,
             )
         ]  # fmt: skip
 

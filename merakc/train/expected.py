@@ -104,6 +104,7 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     cost = stage_cost(
         step.chunks[stage], place_on(cluster, plan.tp), plan.shards(stage), plan.precision,
         plan.tied_shards(stage), on_host=plan.host_states, fused=step.lowered.compiled,
+        in_buckets=plan.has_buckets,
     )  # fmt: skip
     head = step.executor.head
     if head is None or stage != step.lowered.head_stage:

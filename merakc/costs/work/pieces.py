@@ -44,7 +44,8 @@ class Piece:
     `path` is the module that all blocks of its kind are numbered under, "" of what is no block.
     `parameters` are the numbers of trained elements by name, of which other blocks read those that
     are `shared`; `saved_bytes` what the backward reads
-    again; `handed_bytes` what the pieces after it read.
+    again; `handed_bytes` what the pieces after it read; `gradient_bytes` the most gradients that a
+    call of its backward takes and gives, but for those of parameters.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Piece:
     saved_bytes: int
     handed_bytes: int
     shared: frozenset[str] = frozenset()
+    gradient_bytes: int = 0
 
     @property
     def parameter_count(self) -> int:
@@ -80,7 +82,8 @@ def cut_pieces(graph: Graph, *, fused: bool = False, runs: int = 1) -> tuple[Pie
     ]
     handed = _handed(graph, part_of, len(starts))
     shared = _shared(parameters, starts, [first for path, first in part_starts(graph) if path])
-    return tuple(map(Piece, paths, works, parameters, saved, handed, shared))
+    gradients = _gradients(graph, part_of, len(starts))
+    return tuple(map(Piece, paths, works, parameters, saved, handed, shared, gradients))
 
 
 def part_starts(graph: Graph) -> list[tuple[str, int]]:
@@ -226,6 +229,20 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref
             if node.op not in LOSSES:  # these keep a value of their own, as large
                 kept = {origin.get(ref, ref) for ref in kept}
             found[part_of[node.name]] |= kept - held
+    return found
+
+
+def _gradients(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
+    """The most bytes of gradients that a call of each piece's backward takes and gives."""
+    specs, grads = graph.specs(), graph.grad_values()
+    held = {Ref(i.name) for i in graph.inputs if i.kind is not InputKind.ACTIVATION}
+    found = [0] * parts
+    for node in graph.nodes:
+        if not moves_nothing(node):
+            own = (Ref(node.name, k) for k, out in enumerate(node.outputs) if out is not None)
+            refs = {ref for ref in (*own, *node.refs) if ref in grads and ref not in held}
+            size = sum(specs[ref].size_bytes for ref in refs)
+            found[part_of[node.name]] = max(found[part_of[node.name]], size)
     return found
 
 

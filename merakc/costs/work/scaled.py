@@ -54,8 +54,13 @@ def _piece(one: Piece, other: Piece, steps: int) -> Piece | None:
         return None
     saved_bytes = _at(one.saved_bytes, other.saved_bytes, steps)
     handed_bytes = _at(one.handed_bytes, other.handed_bytes, steps)
-    work = Work(forward, backward)
-    return replace(one, work=work, saved_bytes=saved_bytes, handed_bytes=handed_bytes)
+    return replace(
+        one,
+        work=Work(forward, backward),
+        saved_bytes=saved_bytes,
+        handed_bytes=handed_bytes,
+        gradient_bytes=_at(one.gradient_bytes, other.gradient_bytes, steps),
+    )
 
 
 def _kernels(one: Sequence[Kernel], other: Sequence[Kernel], steps: int) -> Counter[Kernel] | None:

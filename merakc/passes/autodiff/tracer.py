@@ -1,8 +1,8 @@
 """Traces a function of fake tensors to a list of calls, below autograd.
 
 Like `make_fx`, in a third of its time: a call is written down as it passes, without a proxy for
-every value. What cannot be followed so is left to `make_fx`: calls that write, and values that
-come from nowhere.
+every value. What cannot be followed so is left to `make_fx`: calls that write to what others see,
+and values that come from nowhere.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from merakc.kernels.ops import makes_tensor
 
 # Arguments that say where results live: the runtime decides.
 PLACES = ("device", "layout", "pin_memory")
+# Ops whose result shares its memory with what they are given, though their schemas do not say so.
+SHARES = ("_unsafe_view", "_reshape_alias", "lift_fresh")
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -34,7 +36,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `given` are the tensors that are there before. Real tensors that turn up are `constants`, by the
     names of their `inputs`. Node and constant names are those that `make_fx` would give. `unclear`
     says what could not be written down, if anything: autograd, which calls from where nothing may
-    be raised, goes on.
+    be raised, goes on. A call that writes to what another call has made, before anything has a view
+    of it, is the call that returns a new value.
     """
 
     def __init__(self, given: Mapping[Ref, torch.Tensor]) -> None:
@@ -47,6 +50,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = fx.Graph()._graph_namespace
         # With the tensors themselves: one that was gone might leave its id to another.
         self._refs = {id(x): (ref, x) for ref, x in given.items()}
+        self._free: dict[int, torch.Tensor] = {}  # made by a call, and no view of it
         self.on_meta = any(x.device.type == "meta" for x in given.values())
         self._forms = Forms(make_meta, lambda x: x.is_meta)
 
@@ -101,7 +105,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         traits = _traits(func)
         out = self._on_meta(func, traits, args, kwargs) if self.on_meta else func(*args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        if traits.writes:
+        if traits.writes and not self._may_write(traits, args, kwargs):
             self.unclear = f"{func} writes"
         if not any(isinstance(o, torch.Tensor) for o in outs):
             return out  # a device or a size, or a constant's number
@@ -115,10 +119,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
         )
         self.nodes.append(Node(name, traits.op, own, named, specs, *self._origin()))
+        if traits.views:
+            for arg in (*args, *kwargs.values()):
+                for own in arg if isinstance(arg, (list, tuple)) else (arg,):
+                    self._free.pop(id(own), None)
         for k, o in enumerate(outs):
             if isinstance(o, torch.Tensor):
                 self._refs[id(o)] = Ref(name, k), o
+                if not traits.views:
+                    self._free[id(o)] = o
         return out
+
+    def _may_write(self, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call writes just what another would return, to a value that none else has."""
+        if traits.returning is None or id(args[0]) not in self._free:
+            return False
+        made = traits.returning(*args, **kwargs)
+        return bool(made.shape == args[0].shape and made.dtype == args[0].dtype)
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -144,13 +161,33 @@ class _Traits:
     op: str
     short: str
     writes: bool
+    views: bool  # what it is given, or may
     makes: bool  # a tensor of none
+    returning: Any = None  # of an op that writes, the one that returns a new value, if there is one
 
 
 @cache
 def _traits(func: Any) -> _Traits:
-    op = str(func)
-    return _Traits(op, func.overloadpacket.__name__, func._schema.is_mutable, makes_tensor(op))
+    schema, short = func._schema, func.overloadpacket.__name__
+    infos = [r.alias_info for r in schema.returns]
+    views = short in SHARES or any(info is not None and not info.is_write for info in infos)
+    returning = _returning(func) if schema.is_mutable else None
+    op = str(returning or func)
+    return _Traits(
+        op, short.removesuffix("_") if returning else short, schema.is_mutable, views,
+        makes_tensor(op), returning,
+    )  # fmt: skip
+
+
+def _returning(func: Any) -> Any:
+    """The op that returns what one writes to its first argument alone; None where there is none."""
+    schema, short = func._schema, func.overloadpacket.__name__
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    packet = getattr(getattr(torch.ops, func.namespace), short.removesuffix("_"), None)
+    if written != [True] + [False] * (len(written) - 1) or not short.endswith("_"):
+        return None
+    known = packet is not None and func._overloadname in packet.overloads()
+    return getattr(packet, func._overloadname) if known else None
 
 
 def _all_meta(arg: Any) -> Any:

@@ -146,9 +146,56 @@ def test_where_a_result_lives_is_not_written_down(on: str) -> None:
 
 
 @on_both
-def test_what_writes_is_unclear(on: str) -> None:
-    tracer, _ = traced(lambda x: (x + 1).mul_(2), on=on)
-    assert "aten.mul_.Tensor writes" in tracer.unclear
+def test_what_is_written_to_a_new_value_is_returned(on: str) -> None:
+    tracer, out = traced(lambda x: (x + 1).mul_(2) - x, on=on)
+    assert not tracer.unclear
+    assert [n.op for n in tracer.nodes] == ["aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"]
+    add, mul, sub = tracer.nodes
+    assert mul.args == (Ref(add.name), 2)
+    assert sub.args[0] == Ref(mul.name)
+    assert tracer.ref(out) == Ref(sub.name)
+
+
+@on_both
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.mul_(2),  # what was given
+        lambda x: (x + 1)[0].mul_(2),  # a view
+        lambda x: [y := x + 1, y.t(), y.mul_(2)][0],  # what has one
+        lambda x: (x > 0).logical_and_(x < 1).view(torch.uint8).mul_(2),
+        lambda x: (x + 1).half().mul_(x.sum(0)),  # the other op returns more bits
+        lambda x: torch.add(x, 1, out=torch.empty_like(x)),
+    ],
+)
+def test_what_writes_to_what_others_see_is_unclear(on: str, call: Any) -> None:
+    tracer, _ = traced(call, on=on)
+    assert "writes" in tracer.unclear
+
+
+@pytest.mark.parametrize("by", [module, by_call])
+def test_a_clamp_between_two_bounds_has_torchs_own_graph(
+    by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backward writes to what it has compared."""
+    model = Small(lambda m, x: m.a(x).clamp(-0.1, 0.1).square().sum(), a=linear())
+    graph = record(model, (randn(2, 6),), {}).graph
+    asked: list[Any] = []
+    theirs = module._traced
+    monkeypatch.setattr(module, "_traced", lambda *args: asked.append(0) or theirs(*args))
+    if by is module:  # without a graph call by call
+        monkeypatch.setattr(module, "_by_call", _unclear)
+    found = differentiate(graph)
+    assert not asked
+    for traces in (module, by_call):
+        monkeypatch.setattr(traces, "Tracer", Blind)
+    wanted = differentiate(graph)
+    assert asked
+    assert str(found.backward) == str(wanted.backward)
+
+
+def _unclear(*args: Any) -> Any:
+    raise by_call.UnclearError("never")
 
 
 @on_both
