@@ -243,10 +243,11 @@ def run_job(name: str, *, neighbours: bool) -> Found:
 def plan_here(job: Job, *, neighbours: bool) -> Found:
     """The figures of this process."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    # First, as by the command line: it imports torch without looking for garbage all the time.
-    from merakc.cli.clusters import machines
+    from merakc.machines.garbage import few_collections, leave_garbage
+
+    with few_collections():  # as the command line imports torch
+        from merakc.cli.clusters import machines
     from merakc.ir.precision import parse_precision
-    from merakc.machines.garbage import leave_garbage
     from merakc.planner.offers import Case, Offer, Offers
     from merakc.planner.request import Request
     from merakc.planner.sources.source import load_source

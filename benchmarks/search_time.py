@@ -69,11 +69,12 @@ def run_case(case: Case) -> Search:
 def search_here(case: Case) -> dict[str, object]:
     """The figures of this process, once the plan is written."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    # First, as by the command line: it imports torch without looking for garbage all the time.
-    from merakc.cli.clusters import machines
+    from merakc.machines.garbage import few_collections, leave_garbage
+
+    with few_collections():  # as the command line imports torch
+        from merakc.cli.clusters import machines
     from merakc.ir.plan_file import PlanFile
     from merakc.ir.precision import parse_precision
-    from merakc.machines.garbage import leave_garbage
     from merakc.planner.offline import plan_offline
     from merakc.planner.request import Request
     from merakc.planner.sources.source import load_source

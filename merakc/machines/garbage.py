@@ -14,14 +14,19 @@ NEW_OBJECTS = 200_000
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """While it is entered, Python looks for garbage rarely."""
-    before = gc.get_threshold()
-    if 0 < before[0] < NEW_OBJECTS:  # not where the user has switched it off
+    """While it is entered, Python looks for garbage rarely, and among new objects alone."""
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    is_outermost = 0 < before[0] < NEW_OBJECTS  # nor where the user has switched it off
+    if is_outermost:
         gc.set_threshold(NEW_OBJECTS, *before[1:])
+        if not frozen:
+            gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        if is_outermost and not frozen:
+            gc.unfreeze()
 
 
 def leave_garbage() -> None:

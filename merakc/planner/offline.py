@@ -57,7 +57,6 @@ class Recordings:
         return self.known[samples]
 
 
-@few_collections()
 def plan_offline(
     source: Source,
     request: Request,
@@ -77,6 +76,7 @@ def plan_offline(
     return plan_recorded(record, request, batch_size, cluster, patience=patience)
 
 
+@few_collections()
 def plan_recorded(
     record: Recordings,
     request: Request,

@@ -29,6 +29,24 @@ def test_garbage_is_looked_for_rarely_and_then_as_before(
     assert gc.get_threshold() == own
 
 
+def test_what_is_there_before_is_not_looked_through() -> None:
+    assert not gc.get_freeze_count()
+    with few_collections():
+        assert gc.get_freeze_count()
+        with few_collections():
+            pass
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+
+
+def test_what_a_user_has_frozen_stays_frozen(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()
+    with few_collections():
+        pass
+    assert gc.get_freeze_count()
+
+
 def test_importing_merakc_leaves_python_as_it_was() -> None:
     code = (
         "import gc; before = gc.get_threshold(); import merakc; assert before == gc.get_threshold()"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 
 import torch
@@ -83,6 +84,8 @@ def graph_state_bytes(
     """The same of all parameters of a stage's graph; those of `tied` follow another stage's, those
     `on_host` are updated there.
     """
+    if not tied and not on_host:
+        return _like_state_bytes(graph.told(_parameters), shards, precision)
     kinds = [shards, *dict.fromkeys(tied.values())]
     held = [
         Held(
@@ -97,6 +100,26 @@ def graph_state_bytes(
         if i.kind is InputKind.PARAMETER
     ]
     return state_bytes(plan_buckets(held, kinds.__getitem__), precision)
+
+
+def _parameters(graph: Graph) -> tuple[tuple[torch.dtype, int, bool], ...]:
+    """What the state of a stage depends on."""
+    inputs = (i for i in graph.inputs if i.kind is InputKind.PARAMETER)
+    return tuple((i.spec.dtype, i.spec.numel, i.requires_grad) for i in inputs)
+
+
+@lru_cache(maxsize=4096)
+def _like_state_bytes(
+    parameters: tuple[tuple[torch.dtype, int, bool], ...],
+    shards: StateShards,
+    precision: Precision | None,
+) -> StateBytes:
+    """Of stages whose parameters are of these sizes, in this order."""
+    held = [
+        Held(str(k), kept_dtype(dtype, precision, is_trained=trained), numel, (0,), trained)
+        for k, (dtype, numel, trained) in enumerate(parameters)
+    ]
+    return state_bytes(plan_buckets(held, lambda _: shards), precision)
 
 
 @dataclass(frozen=True, slots=True)

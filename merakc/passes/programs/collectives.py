@@ -325,18 +325,20 @@ class _Placing:
             if b.name in seen and b.is_trained and b.shards.optimizer > b.shards.parameters
         ]
         gathered = [use.bucket for _, _, use in places if use.bucket.shards.parameters > 1]
-        held: tuple[BucketSpec, ...] = tuple(gathered[:1])
-        head += [Collective(CollectiveKind.GATHER, b.name) for b in held]
+        one, other = gathered[0] if gathered else None, None  # the two that are there
+        head += [Collective(CollectiveKind.GATHER, b.name) for b in gathered[:1]]
         following = iter(gathered[1:])
         found: _Placed = {}
         for k, i, use in places:
-            here = found.setdefault(k, [])
+            here = found.get(k)
+            if here is None:
+                here = found[k] = []
             here.append((i, use.at(CollectiveKind.WAIT)))
             if use.bucket.shards.parameters > 1:
                 then = next(following, None)
-                if then is not None and all(then is not own for own in held):
+                if then is not None and then is not one and then is not other:
                     here.append((i, use.at(CollectiveKind.GATHER, then)))
-                    held = use.bucket, then
+                    one, other = use.bucket, then
         return head, found
 
     def _reductions(self) -> _Placed:
