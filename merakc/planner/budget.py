@@ -67,9 +67,8 @@ def _fastest(found: _Chosen, limits: Sequence[int]) -> Lowered:
         over = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
         if max(over) <= 0 and (best is None or _seconds(made) < _seconds(best)):
             best = made
-        if all(-LEFT * limit <= own <= 0 for own, limit in zip(over, limits, strict=True)):
-            break
-        again = [own - more for own, more in zip(free, over, strict=True)]
+        each = zip(free, over, limits, strict=True)
+        again = [own if -LEFT * most <= more <= 0 else own - more for own, more, most in each]
         if again == free:
             break
         free = again
@@ -132,6 +131,7 @@ class _Chosen:
         self.lowered = replace(lowered, plan=replace(lowered.plan, recompute="budget"))
         self.cluster, plan = cluster, lowered.plan
         self.steps = Steps(lowered)
+        self.solved: dict[tuple[int, int, int], tuple[Run, ...]] = {}
         self.flying = [in_flight(lowered.schedule, s) for s in range(len(plan.rank_of))]
         devices = stage_devices(cluster, plan.mesh, plan.rank_of)
         known: dict[object, _Alike] = {}
@@ -165,11 +165,10 @@ class _Chosen:
             of_rank = [s for s, rank in enumerate(rank_of) if rank == rank_of[stage]]
             share = saved[stage] / max(sum(saved[s] for s in of_rank), 1)
             budget = int(max(free_bytes[rank_of[stage]], 0) * share)
-            found = solve(own.costs, budget, self.flying[stage])
-            if found is None:
-                least = least_bytes(own.costs, self.flying[stage])
-                found = solve(own.costs, least, self.flying[stage])
-            chosen.append(own.kept if found is None or not own.costs else found.runs)
+            key = id(own), budget, self.flying[stage]
+            if key not in self.solved:
+                self.solved[key] = _within(own, budget, self.flying[stage])
+            chosen.append(self.solved[key])
         return self._planned(chosen)
 
     def in_full(self, lowered: Lowered) -> Lowered:
@@ -182,6 +181,14 @@ class _Chosen:
         made = replace(self.lowered, plan=plan)
         tried = try_out(made, self.cluster, steps=self.steps, over_dp=self.over_dp)
         return replace(made, prediction=tried[0])
+
+
+def _within(own: _Alike, budget_bytes: int, in_flight: int) -> tuple[Run, ...]:
+    """What a stage keeps in a budget for its micro-batches in flight, or what takes least."""
+    found = solve(own.costs, budget_bytes, in_flight)
+    if found is None:
+        found = solve(own.costs, least_bytes(own.costs, in_flight), in_flight)
+    return own.kept if found is None or not own.costs else found.runs
 
 
 def _alike(stage: StageGraphs, place: Place) -> _Alike:
