@@ -14,14 +14,14 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
-from merakc.analysis import buckets
 from merakc.ir.program import CollectiveKind
 from merakc.lowering import state_shards
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.programs.collectives import rank_buckets
 from merakc.runtime.sharded_state import ShardedState
+from tests.small_buckets import small_buckets
 
-BATCH_SIZE, BUCKET_BYTES = 8, 20_000  # several buckets a stage
+BATCH_SIZE = 8
 REFRESH, GATHER, SCATTER, REDUCE = (
     CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.SCATTER, CollectiveKind.REDUCE,
 )  # fmt: skip
@@ -57,8 +57,7 @@ def started(options: dict[str, Any]) -> tuple[list[Started], list[Started], bool
     """
     case = MODELS["gpt2"]
     with (
-        patch.object(buckets.plan_buckets, "__defaults__", (BUCKET_BYTES,)),
-        patch.object(buckets.bucket_names, "__defaults__", (BUCKET_BYTES,)),
+        small_buckets(),
         patch.object(state_shards, "bucket_scales", lambda _: (1, 2)),
     ):
         batch = step_batch(case, BATCH_SIZE, torch.float32, 0)

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.models import MODELS
-from merakc.analysis.buckets import plan_buckets
 from merakc.frontend.record import Recording
 from merakc.ir.state import lattice
 from merakc.lowering import state_shards as shards
@@ -19,6 +18,7 @@ from merakc.machines.cluster import NOMINAL_CPU, Cluster
 from merakc.planner.request import Request
 from merakc.planner.search import cut_layout
 from tests.recorded import one_of_several
+from tests.small_buckets import small_buckets
 
 SLOW = replace(NOMINAL_CPU, link_bytes_per_s=1e6, link_latency_s=1e-3)
 
@@ -40,7 +40,7 @@ def planned(schedule: str, recompute: str = "none") -> Lowered:
     ("schedule", "recompute"), [("1f1b", "none"), ("1f1b", "stage"), ("zb-v", "none")]
 )
 @pytest.mark.parametrize("cluster", [NOMINAL_CPU, SLOW], ids=["fast", "slow"])
-@patch.object(plan_buckets, "__defaults__", (20_000,))  # several buckets a stage
+@small_buckets()
 def test_no_rank_ends_before_its_bound(schedule: str, recompute: str, cluster: Cluster) -> None:
     lowered = planned(schedule, recompute)
     trial = shards._Trial(lowered, cluster)
@@ -55,7 +55,7 @@ def test_no_rank_ends_before_its_bound(schedule: str, recompute: str, cluster: C
     assert cluster is not SLOW or max(shares) > 0.7
 
 
-@patch.object(plan_buckets, "__defaults__", (20_000,))
+@small_buckets()
 def test_what_the_bound_leaves_out_is_not_simulated_and_not_chosen() -> None:
     lowered, simulated = planned("1f1b"), []
     run = shards._Trial.run

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
-from merakc.analysis.buckets import plan_buckets
 from merakc.errors import ConfigError, CutError, ShardError
 from merakc.frontend.record import Recording
 from merakc.ir.program import ActionKind
@@ -23,6 +22,7 @@ from merakc.planner.request import Request, meshes, with_schedule
 from merakc.planner.search import SAME, improve, plan_layout
 from tests.machines.bare import bare
 from tests.recorded import one_of_several
+from tests.small_buckets import small_buckets
 
 BATCH_SIZE = 8
 
@@ -269,7 +269,7 @@ def test_auto_takes_what_waits_least() -> None:
     assert one.plan.state_shards == ()
 
 
-@patch.object(plan_buckets, "__defaults__", (20_000,))  # several buckets a stage
+@small_buckets()
 def test_each_stage_has_its_own_shards() -> None:
     """What one stage's memory asks for is no reason to shard another's state alike."""
     request = replace(SHARDED, dp=2, pp=2, schedule="1f1b", recompute="none", state_shards="auto")

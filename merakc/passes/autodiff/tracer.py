@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +27,6 @@ from merakc.kernels.ops import makes_tensor
 
 # Arguments that say where results live: the runtime decides.
 PLACES = ("device", "layout", "pin_memory")
-# Ops whose result shares its memory with what they are given, though their schemas do not say so.
-SHARES = ("_unsafe_view", "_reshape_alias", "lift_fresh")
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,7 +49,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = fx.Graph()._graph_namespace
         # With the tensors themselves: one that was gone might leave its id to another.
         self._refs = {id(x): (ref, x) for ref, x in given.items()}
-        self._free: dict[int, torch.Tensor] = {}  # made by a call, and no view of it
+        # How many tensors are seen in each memory, of which one alone may be written to.
+        self._seen = Counter(2 * [_memory(x) for x in given.values()])
         self.on_meta = any(x.device.type == "meta" for x in given.values())
         self._forms = Forms(make_meta, lambda x: x.is_meta)
 
@@ -82,6 +82,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def give(self, given: Mapping[Ref, torch.Tensor]) -> None:
         """Tensors that are there from now on, under these names."""
         self._refs.update((id(x), (ref, x)) for ref, x in given.items())
+        self._seen.update(2 * [_memory(x) for x in given.values()])
 
     def ref(self, x: torch.Tensor) -> Ref:
         """The name of a tensor."""
@@ -92,7 +93,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.unclear = "a value that no call has made"
         name = f"traced:_tensor_constant{len(self.constants)}"
         self.constants[name] = x
-        self._refs[id(x)] = Ref(name), x
+        self.give({Ref(name): x})
         return Ref(name)
 
     def __torch_dispatch__(
@@ -119,20 +120,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
         )
         self.nodes.append(Node(name, traits.op, own, named, specs, *self._origin()))
-        if traits.views:
-            for arg in (*args, *kwargs.values()):
-                for own in arg if isinstance(arg, (list, tuple)) else (arg,):
-                    self._free.pop(id(own), None)
         for k, o in enumerate(outs):
             if isinstance(o, torch.Tensor):
                 self._refs[id(o)] = Ref(name, k), o
-                if not traits.views:
-                    self._free[id(o)] = o
+                if not traits.writes:
+                    self._seen[_memory(o)] += 1
         return out
 
     def _may_write(self, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call writes just what another would return, to a value that none else has."""
-        if traits.returning is None or id(args[0]) not in self._free:
+        if traits.returning is None or self._seen[_memory(args[0])] != 1:
+            return False
+        ref = self.ref(args[0])
+        maker = next(n for n in reversed(self.nodes) if n.name == ref.node)
+        if any(r.node in self.constants for r in maker.refs):  # what ran was a copy of them
             return False
         made = traits.returning(*args, **kwargs)
         return bool(made.shape == args[0].shape and made.dtype == args[0].dtype)
@@ -161,7 +162,6 @@ class _Traits:
     op: str
     short: str
     writes: bool
-    views: bool  # what it is given, or may
     makes: bool  # a tensor of none
     returning: Any = None  # of an op that writes, the one that returns a new value, if there is one
 
@@ -169,14 +169,10 @@ class _Traits:
 @cache
 def _traits(func: Any) -> _Traits:
     schema, short = func._schema, func.overloadpacket.__name__
-    infos = [r.alias_info for r in schema.returns]
-    views = short in SHARES or any(info is not None and not info.is_write for info in infos)
     returning = _returning(func) if schema.is_mutable else None
     op = str(returning or func)
-    return _Traits(
-        op, short.removesuffix("_") if returning else short, schema.is_mutable, views,
-        makes_tensor(op), returning,
-    )  # fmt: skip
+    name = short.removesuffix("_") if returning else short
+    return _Traits(op, name, schema.is_mutable, makes_tensor(op), returning)
 
 
 def _returning(func: Any) -> Any:
@@ -194,3 +190,7 @@ def _all_meta(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         return arg.to("meta") if arg.dim() and not arg.is_meta else arg
     return [_all_meta(a) for a in arg] if isinstance(arg, (list, tuple)) else arg
+
+
+def _memory(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)

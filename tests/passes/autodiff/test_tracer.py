@@ -156,6 +156,9 @@ def test_what_is_written_to_a_new_value_is_returned(on: str) -> None:
     assert tracer.ref(out) == Ref(sub.name)
 
 
+TABLE = torch.ones(2, 3)
+
+
 @on_both
 @pytest.mark.parametrize(
     "call",
@@ -163,6 +166,10 @@ def test_what_is_written_to_a_new_value_is_returned(on: str) -> None:
         lambda x: x.mul_(2),  # what was given
         lambda x: (x + 1)[0].mul_(2),  # a view
         lambda x: [y := x + 1, y.t(), y.mul_(2)][0],  # what has one
+        lambda x: [y := x + 1, torch.ops.aten._unsafe_view(y, [6]), y.mul_(2)][0],
+        lambda x: torch.ops.aten.unsafe_split(x + 1, 1)[0].mul_(2),
+        lambda x: TABLE[0].mul_(x[0]),
+        lambda x: torch.ops.aten._unsafe_view(TABLE, [2, 3]).mul_(x),
         lambda x: (x > 0).logical_and_(x < 1).view(torch.uint8).mul_(2),
         lambda x: (x + 1).half().mul_(x.sum(0)),  # the other op returns more bits
         lambda x: torch.add(x, 1, out=torch.empty_like(x)),
