@@ -122,7 +122,7 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
         by_counts = states[2].routed[:1] == ("counts",)
         fine = by_counts and states[1].kind is Kind.CONSTANT and not states[1].routed
         fine = fine and all(
-            _end_where_experts_do(graph, Ref(name), node.refs[2])
+            ends_where_experts_do(graph, Ref(name), node.refs[2])
             for graph in (place.part, place.whole)
         )
         return Outcome(every(node, _made("rows", name))) if fine else None
@@ -146,7 +146,7 @@ def _of_its_own(node: Node, rows: int) -> bool:
     )  # fmt: skip
 
 
-def _end_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:
+def ends_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:
     """Whether the groups of a product end where the rows of each expert do, for any `ids` in order.
 
     Only then is a row multiplied with its own expert's matrix, whichever others there are; where a
@@ -160,7 +160,7 @@ def _end_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:
     chain, known = (makers[ids.node], *nodes), graph.told(_known_chains)
     form = _form(chain, ids, ends), str(specs[chain[0].refs[0]]), str(specs[ends])
     if form not in known:  # layers are alike
-        known[form] = _ends_where_experts_do(graph, chain, ids, ends)
+        known[form] = _ends_of_drawn(graph, chain, ids, ends)
     return known[form]
 
 
@@ -180,7 +180,7 @@ def _form(chain: Sequence[Node], ids: Ref, ends: Ref) -> str:
     return repr((*each, own(ids), own(ends)))
 
 
-def _ends_where_experts_do(graph: Graph, chain: Sequence[Node], ids: Ref, ends: Ref) -> bool:
+def _ends_of_drawn(graph: Graph, chain: Sequence[Node], ids: Ref, ends: Ref) -> bool:
     specs, given = graph.specs(), chain[0].refs[0]
     groups, spec, draw = specs[ends].shape[0], specs[ids], torch.Generator().manual_seed(0)
     read = {ref for node in chain for ref in node.refs if ref.node in graph.constants}

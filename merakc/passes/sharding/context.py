@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
+from merakc.analysis.aliases import is_view
 from merakc.costs.device import place_on
 from merakc.costs.nodes import divided_seconds
 from merakc.errors import ShardError
@@ -22,6 +23,7 @@ from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
+from merakc.passes.experts.blocks import Experts, find_experts
 from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
@@ -77,8 +79,13 @@ class ContextProblem(Problem):
         self.machine = place_on(prices, sharding.tp)
         inputs = self.graph.inputs
         self.parameters = {Ref(i.name) for i in inputs if i.kind is InputKind.PARAMETER}
+        for node in self.graph.nodes:  # and views of them
+            if node.refs and is_view(node) and self.parameters.issuperset(node.refs):
+                self.parameters.update(node.outs)
         self.nodes = {n.name: n for n in self.graph.nodes}
         self._reads: dict[tuple[str, int], _Reads | None] = {}
+        self.experts = find_experts(dims, self.rule)
+        self._block_of = {name: block for block in self.experts for name in block.nodes}
 
     def candidates(self) -> list[Factor]:
         """The dims that trained values have, those that most bytes have first: but for the samples
@@ -129,8 +136,10 @@ class ContextProblem(Problem):
         return self._reads[key]
 
     def _find_reads(self, node: Node, factor: Factor) -> _Reads | None:
+        if block := self._block_of.get(node.name):
+            return _Reads(frozenset(), is_sum=False) if self._divides(block, factor) else None
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
-        if not any(o in self.grads for o in outs):
+        if not any(o in self.grads for o in outs) and not self._follows(node, factor):
             return None
         rule = self.rule(node)
         summed = {f for dim in rule.summed.get("node", ()) for f in atoms(dim)}
@@ -166,6 +175,18 @@ class ContextProblem(Problem):
             if ref in whole and any(part in leaves(dim) for dim in rule.of[alias]):
                 return None
         return _Reads(frozenset(whole), is_sum)
+
+    def _follows(self, node: Node, factor: Factor) -> bool:
+        """Whether a node without gradients reads what nodes on parts may have made."""
+        makers = (self.nodes[r.node] for r in node.refs if r.node in self.nodes)
+        return any(self.reads(maker, factor) is not None for maker in makers)
+
+    def _divides(self, block: Experts, factor: Factor) -> bool:
+        """Whether ranks may have the rows of parts of a factor's tokens."""
+        if factor not in leaves(block.tokens):
+            return False
+        read = {r for name in block.nodes for r in self.nodes[name].refs} - block.rows
+        return all(self.is_without(r, factor) or self.place(r, factor) == self.place(block.ids, factor) for r in read)
 
     def _is_computed(self, node: Node, factor: Factor, whole: Iterable[Ref]) -> bool:
         """Whether the node's op has a form for parts like these."""
@@ -204,6 +225,10 @@ class ContextProblem(Problem):
             if node.name in movable:
                 self._add_node(cut, node, factor, movable)
             self._add_reads(cut, node, factor, movable, movable)
+        for block in self.experts:  # on parts as a whole, or not at all
+            for name in block.nodes[1:] if block.nodes[0] in movable else ():
+                cut.add(block.nodes[0], name)
+                cut.add(name, block.nodes[0])
         inside, saved_s = cut.source_side()
         nodes = frozenset(movable & inside)
         if not nodes:
@@ -213,7 +238,7 @@ class ContextProblem(Problem):
             for name in nodes
             if not self.is_sum(name, factor)
             for k, o in enumerate(self.nodes[name].outputs)
-            if o is not None
+            if o is not None and self.place(Ref(name, k), factor) is not None
         }
         whole = {
             (name, ref)
@@ -222,7 +247,8 @@ class ContextProblem(Problem):
             for ref in reads.whole
         }
         layouts = self._layouts(nodes, kept, factor)
-        return saved_s, SequenceSplit(nodes, frozenset(kept), layouts, frozenset(whole))
+        counting = frozenset[str]().union(*(b.counting for b in self.experts)) & nodes
+        return saved_s, SequenceSplit(nodes, frozenset(kept), layouts, frozenset(whole), counting)
 
     def _add_node(self, cut: Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
         """The cost of the node whole: the work that all ranks repeat; on parts, that of a sum."""

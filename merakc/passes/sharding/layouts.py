@@ -24,13 +24,15 @@ class SequenceSplit:
 
     The `nodes` compute on a rank's part; `kept` are the values of which a rank has only that, also
     where other nodes read them; `layouts` those of all values that the nodes read or write. `whole`
-    says which of its nodes need which arguments whole.
+    says which of its nodes need which arguments whole. The nodes `counting` number a rank's own
+    rows.
     """
 
     nodes: frozenset[str]
     kept: frozenset[Ref]
     layouts: Mapping[Ref, Layout]
     whole: frozenset[tuple[str, Ref]] = frozenset()
+    counting: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Sharding:
                 s.kept | {new for old, new in names.items() if old in s.kept},
                 {**s.layouts, **{n: s.layouts[o] for o, n in names.items() if o in s.layouts}},
                 s.whole | {(node, names[ref]) for node, ref in s.whole if ref in names},
+                s.counting,
             )
             for s in self.sequences
         )

@@ -134,7 +134,9 @@ class SpmdPartitioner:
             self.add(node, map_refs(node.args, self.read))
             return
         special = SPECIAL.get(node.op)
-        if node.name in self.graph.told(copies):
+        if self.within is not None and node.name in self.within.counting:
+            self.add(node, self.local_shape(node))
+        elif node.name in self.graph.told(copies):
             lay = self.sharding.layouts[outs[0]]
             self.now[outs[0]] = self.move(node.args[0], lay, "scatter")
         elif special is not None:

@@ -1,0 +1,1 @@
+"""Experts in a graph, and their ranks."""
