@@ -45,7 +45,7 @@ def combine(
 def _counts(ends: Tensor, ranks: int) -> Counts:
     """The rows of each rank, [ranks][e], by expert."""
     before = ends.reshape(ranks, -1)
-    return before.diff(dim=1, prepend=before.new_zeros(ranks, 1)).tolist()  # type: ignore[no-any-return]
+    return before.diff(dim=1, prepend=before.new_zeros(ranks, 1)).tolist()
 
 
 def _own(experts: Sequence[int], rank: int) -> slice:
@@ -148,11 +148,10 @@ for _name, _start, _backward in (
         f"merakc::{_name}", "default", lambda *args, start=_start: start(*args).wait()
     )
     torch.library.register_fake(
-        f"merakc::{_name}", lambda x, ends, axis, experts, rank, rows: x.new_empty(rows, *x.shape[1:])
+        f"merakc::{_name}",
+        lambda x, ends, axis, experts, rank, rows: x.new_empty(rows, *x.shape[1:]),
     )
-    torch.library.register_autograd(
-        f"merakc::{_name}", _conjugate(_backward), setup_context=_save
-    )
+    torch.library.register_autograd(f"merakc::{_name}", _conjugate(_backward), setup_context=_save)
 
 torch.library.define("merakc::own_ends", "(Tensor ends, int[] experts, int rank) -> Tensor")
 torch.library.impl("merakc::own_ends", "default", _own_ends)

@@ -13,6 +13,7 @@ from merakc.kernels import (
     checks,
     collectives,
     draws,
+    experts,
     gemm,
     grouped_mm,
     host,
@@ -48,6 +49,8 @@ STARTS: Mapping[str, str] = {
     "merakc.all_gather.default": "start.all_gather",
     "merakc.gather_to.default": "start.gather_to",
     "merakc.reduce_scatter.default": "start.reduce_scatter",
+    "merakc.dispatch.default": "start.dispatch",
+    "merakc.combine.default": "start.combine",
 }
 STARTED: Mapping[str, str] = {start: op for op, start in STARTS.items()}
 WAIT = "wait.default"
@@ -61,6 +64,8 @@ _HALVES: Mapping[str, Callable[..., Any]] = {
     "start.all_gather": collectives.start_all_gather,
     "start.gather_to": collectives.start_all_gather,
     "start.reduce_scatter": collectives.start_reduce_scatter,
+    "start.dispatch": experts.start_dispatch,
+    "start.combine": experts.start_combine,
     WAIT: collectives.wait,
     OUT: host.start_out,
     GONE: host.moved_out,
@@ -95,7 +100,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, checks, collectives, draws, gemm, grouped_mm, host, opaque, overwritten, places,
+    attention, checks, collectives, draws, experts, gemm, grouped_mm, host, opaque, overwritten, places,
     products, scores,
 )  # fmt: skip
 

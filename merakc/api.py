@@ -81,6 +81,7 @@ def auto_parallel(
     dp: int | None = None,
     tp: int | None = None,
     cp: int | None = None,
+    ep: int | None = None,
     pp: int | None = None,
     micro_batches: int | None = None,
     schedule: str | Path = "auto",
@@ -116,6 +117,7 @@ def auto_parallel(
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
         cp: ranks that hold a model whole and each take a part of every sequence, in place of tp.
+        ep: the same, with the experts of mixtures shared among them.
         pp: pipeline ranks.
         micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
@@ -184,10 +186,10 @@ def _made_again(
     kept = ("pp", "precision", "offload", "batch_dims", "couplings") if asked["plan"] else ()
     asked = {**asked, **{name: getattr(before, name) for name in kept}}
     if asked["plan"]:
-        asked |= {"tp": before.parameter_parts, "cp": before.tp // before.parameter_parts}
+        asked |= {before.form.axis: before.tp}
     asked |= {"dp": before.dp, "plan": None, "ledger": None}
     if "plan" in options:
-        asked |= dict.fromkeys(("dp", "tp", "cp", "pp"))
+        asked |= dict.fromkeys(("dp", "tp", "cp", "ep", "pp"))
     return _made(asked | dict(options) | {"model": model}, lambda: weights)
 
 
@@ -221,7 +223,7 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
         precision=parse_precision(asked["precision"]), couplings=asked["couplings"],
         batch_dims=parse_batch_dims(asked["batch_dims"]), total_batch_size=asked["batch_size"],
         **{name: asked[name] for name in names},
-    ).with_cp(asked["cp"])  # fmt: skip
+    ).with_parts(asked["cp"], asked["ep"])  # fmt: skip
     model, loss = asked["model"], asked["loss"]
     forward = model if loss is None else WithLoss(model, loss)
     given = asked["plan"], asked["cluster"], device, agreed

@@ -233,11 +233,14 @@ def _beside(walk: _Walk, node: Node, own: Pipelined) -> None:
     walk.collectives[node.name] = node, spans
 
 
+_SENT_AS = {"gather_to": "all_gather", "dispatch": "all_to_all", "combine": "all_to_all"}
+
+
 def _name(node: Node) -> str:
     """What the runtime calls it."""
     op = PIPELINED.get(node.op) or STARTED.get(node.op, node.op)
     name = op.split(".")[1]
-    return "all_gather" if name == "gather_to" else name
+    return _SENT_AS.get(name, name)
 
 
 def _axis(node: Node) -> str:

@@ -47,6 +47,7 @@ def lower_strategy(plan: Plan, ranks: int) -> Strategy:
         mesh, micro_batches=micro_batches, batch_size=micro_batches * samples, chunks=chunks,
         sequence_parallel=plan.sequence_parallel and mesh.tp > 1,
         context_parallel=plan.context_parallel and mesh.tp > 1,
+        expert_parallel=plan.expert_parallel and mesh.tp > 1,
     )  # fmt: skip
     return shards_like(plan, lowered, shards)
 
@@ -59,7 +60,7 @@ def replicas(plan: Plan, strategy: Strategy, ranks: int) -> Strategy | None:
     alone = strategy.on(
         Mesh(dp=DEGREE), micro_batches=few, batch_size=few * strategy.samples, chunks=1,
         schedule="1f1b", order=(), sequence_parallel=False,
-        context_parallel=False,
+        context_parallel=False, expert_parallel=False,
     )  # fmt: skip
     return shards_like(plan, alone, {n: min(level, DEGREE) for n, level in _levels(plan).items()})
 

@@ -233,13 +233,12 @@ def _layouts(plan: Values) -> Iterator[str]:
         yield f"splits has {len(plan['splits'])} entries; with tp=1 it must have none"
     if plan["tp"] == 1 and plan["sequence_parallel"]:
         yield "sequence_parallel is true; with tp=1 it must be false"
-    if plan["context_parallel"] and (
-        plan["tp"] == 1 or plan["splits"] or plan["sequence_parallel"]
-    ):
-        yield (
-            "context_parallel is true; tp must then be 2 or more, splits empty, and "
-            "sequence_parallel false"
-        )
+    if plan["context_parallel"] and (plan["tp"] == 1 or plan["sequence_parallel"]):
+        yield "context_parallel is true; tp must then be 2 or more, and sequence_parallel false"
+    if plan["expert_parallel"] and not (plan["context_parallel"] and plan["splits"]):
+        yield "expert_parallel is true; context_parallel must then be too, and splits not empty"
+    if plan["context_parallel"] and plan["splits"] and not plan["expert_parallel"]:
+        yield "context_parallel is true; without expert_parallel, splits must then be empty"
     for name, text in plan["splits"].items():
         try:
             found = parse_layout(text)

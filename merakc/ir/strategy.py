@@ -19,6 +19,7 @@ class Form(NamedTuple):
     tp: int
     sequence_parallel: bool = False
     context_parallel: bool = False
+    expert_parallel: bool = False
 
     def __str__(self) -> str:
         return f"{self.axis} {self.tp}"
@@ -26,11 +27,13 @@ class Form(NamedTuple):
     @property
     def axis(self) -> str:
         """What their number is called."""
+        if self.expert_parallel:
+            return "ep"
         return "cp" if self.context_parallel else "tp"
 
     @property
     def parameter_parts(self) -> int:
-        """The ranks that share each parameter."""
+        """The ranks that share each parameter, but for those of experts."""
         return 1 if self.context_parallel else self.tp
 
 
@@ -42,8 +45,9 @@ class Strategy(Degrees):
     order of work; `order` is that order, a text for each pipeline rank, where the name does not
     say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
     whole runs on parts of sequences. With `context_parallel` the ranks of tp split sequences in
-    place of parameters: their number is then the degree that is known as cp. `recompute` says what
-    a backward computes again.
+    place of parameters: their number is then the degree that is known as cp. With `expert_parallel`
+    they share the experts as well, and it is known as ep. `recompute` says what a backward computes
+    again.
     `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
     empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
     names the kinds of tensors (`merakc.ir.offload`) of which some live on the host.
@@ -56,6 +60,7 @@ class Strategy(Degrees):
     chunks: int = 1
     sequence_parallel: bool = False
     context_parallel: bool = False
+    expert_parallel: bool = False
     recompute: str = "none"
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None
@@ -79,7 +84,7 @@ class Strategy(Degrees):
     @property
     def form(self) -> Form:
         """What the graph of a tp rank depends on, beside the samples."""
-        return Form(self.tp, self.sequence_parallel, self.context_parallel)
+        return Form(self.tp, self.sequence_parallel, self.context_parallel, self.expert_parallel)
 
     @property
     def parameter_parts(self) -> int:
@@ -88,7 +93,7 @@ class Strategy(Degrees):
 
     @property
     def degrees(self) -> str:
-        """As arguments are written: `dp=2 tp=4 pp=1`, where sequences are split `cp=4`."""
+        """As arguments are written: `dp=2 tp=4 pp=1`, where sequences are split `cp=4`, experts too `ep=4`."""
         return f"dp={self.dp} {self.form.axis}={self.tp} pp={self.pp}"
 
     @property

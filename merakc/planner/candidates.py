@@ -229,7 +229,8 @@ def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
                     yield Strategy(
                         dp, tp, pp, batch_size=local, micro_batches=local // samples,
                         schedule=schedule, chunks=chunks, sequence_parallel=form.sequence_parallel,
-                        context_parallel=form.context_parallel, precision=request.precision,
+                        context_parallel=form.context_parallel,
+                        expert_parallel=form.expert_parallel, precision=request.precision,
                     )  # fmt: skip
 
 

@@ -181,9 +181,7 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
     )
     made: list[Lowered] = []
     for form in forms:
-        asked = replace(
-            whole, sequence_parallel=form.sequence_parallel, context_parallel=form.context_parallel
-        )
+        asked = replace(whole, **{name: getattr(form, name) for name in form._fields[1:]})
         lowered = plan_layout(asked, record, cluster)
         if not is_fixed and is_pressed(request, lowered, cluster):
             return None

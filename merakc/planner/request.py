@@ -47,6 +47,7 @@ class Request:
     recompute: str = "auto"
     sequence_parallel: bool | None = None
     context_parallel: bool | None = None  # of tp's ranks
+    expert_parallel: bool = False  # of those
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
@@ -83,21 +84,31 @@ class Request:
             decided["state_shards"] = strategy.shards(0).counts
         return replace(self, **decided, total_batch_size=None, overlap=0)
 
-    def with_cp(self, cp: int | None) -> Request:
-        """The request for so many ranks that share sequences, in place of tp's that share weights.
+    def with_parts(self, cp: int | None, ep: int | None) -> Request:
+        """The request for so many ranks that share sequences, in place of tp's that share weights;
+        `ep` of them share the experts too.
 
-        Raises `ConfigError` where both are asked for.
+        Raises `ConfigError` where tp is asked for as well, or cp of another number than ep.
         """
-        if cp is None:
+        if cp is None and ep is None:
             return self
-        if cp < 1:
-            raise ConfigError(f"cp is {cp}; a degree is at least 1")
-        if cp > 1 and self.tp not in (None, 1):
+        axis, ranks = ("cp", cp) if ep is None else ("ep", ep)
+        if ranks is None or ranks < 1:
+            raise ConfigError(f"{axis} is {ranks}; a degree is at least 1")
+        if cp is not None and cp != ranks:
             raise ConfigError(
-                f"cp={cp} and tp={self.tp}: ranks share either sequences or weights; give tp=1 or "
-                "cp=1"
+                f"cp={cp} and ep={ep}: the ranks that share experts are those that share "
+                "sequences; give one of them"
             )
-        return replace(self, tp=cp if cp > 1 else self.tp, context_parallel=cp > 1)
+        if ranks > 1 and self.tp not in (None, 1):
+            raise ConfigError(
+                f"{axis}={ranks} and tp={self.tp}: ranks share either sequences or weights; give "
+                f"tp=1 or {axis}=1"
+            )
+        return replace(
+            self, tp=ranks if ranks > 1 else self.tp, context_parallel=ranks > 1,
+            expert_parallel=axis == "ep" and ranks > 1,
+        )  # fmt: skip
 
     def local_batch_size(self, dp: int) -> int | None:
         """Samples of each of `dp` ranks; None where their batch does not divide."""

@@ -100,7 +100,9 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
     elif plan.order:
         _check_order(plan, strategy)
     if strategy.tp == 1:
-        strategy = replace(strategy, sequence_parallel=False, context_parallel=False)
+        strategy = replace(
+            strategy, sequence_parallel=False, context_parallel=False, expert_parallel=False
+        )
     counts = {n for shards in plan.state_shards for n in shards.counts}
     divided = {n: math.gcd(n, strategy.dp) for n in counts} | {plan.dp: strategy.dp}
     return shards_like(plan, strategy, divided)

@@ -102,7 +102,7 @@ def _strategy(other: Strategy) -> str:
         chunks = f" with {other.chunks} stages a rank" if other.chunks > 1 else ""
         parts.append(other.schedule + chunks)
     if other.context_parallel:
-        parts.append("sequences over the second")
+        parts.append(f"sequences{' and experts' * other.expert_parallel} over the second")
     if other.sequence_parallel:
         parts.append("sequence parallel")
     if other.offload != "none":

@@ -17,5 +17,5 @@ def test_sequences_are_shared_where_ranks_are_more_than_samples() -> None:
 
 def test_a_degree_says_what_is_shared() -> None:
     assert list(open_forms(Request(2, 1, tp=2), 2)) == TENSORS
-    assert list(open_forms(Request(2, 8).with_cp(2), 2)) == [SEQUENCES]
-    assert list(open_forms(Request(2, 1).with_cp(1), 2)) == [Form(1), *TENSORS]
+    assert list(open_forms(Request(2, 8).with_parts(2, None), 2)) == [SEQUENCES]
+    assert list(open_forms(Request(2, 1).with_parts(1, None), 2)) == [Form(1), *TENSORS]

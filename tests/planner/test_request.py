@@ -63,10 +63,10 @@ def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
 
 
 def test_ranks_share_sequences_or_weights() -> None:
-    assert Request(4, 8).with_cp(None) == Request(4, 8)
-    shared = Request(4, 8).with_cp(2)
+    assert Request(4, 8).with_parts(None, None) == Request(4, 8)
+    shared = Request(4, 8).with_parts(2, None)
     assert (shared.tp, shared.context_parallel) == (2, True)
     with pytest.raises(ConfigError, match="cp=2 and tp=4: ranks share either"):
-        Request(4, 8, tp=4).with_cp(2)
+        Request(4, 8, tp=4).with_parts(2, None)
     with pytest.raises(ConfigError, match="cp is 0; a degree is at least 1"):
-        Request(4, 8).with_cp(0)
+        Request(4, 8).with_parts(0, None)

@@ -16,7 +16,8 @@ from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
 from merakc.kernels.scores import PLACES as SCORES
 
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
-               "merakc.gather_to.default", "merakc.reduce_scatter.default")  # fmt: skip
+               "merakc.gather_to.default", "merakc.reduce_scatter.default",
+               "merakc.dispatch.default", "merakc.combine.default")  # fmt: skip
 # Products and a collective in one node (`merakc.kernels.products`), by what the collective is.
 PIPELINED = {
     "merakc.gather_matmul.default": "merakc.gather_to.default",

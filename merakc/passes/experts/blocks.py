@@ -22,6 +22,7 @@ from itertools import takewhile
 from typing import Any
 
 from merakc.ir.graph import Node, Ref
+from merakc.passes.batches.own_rules import COUNTS
 from merakc.passes.batches.routed import DIVISIONS, GROUPED, SORTS, ends_where_experts_do
 from merakc.passes.sharding.dims import Dims, given
 from merakc.passes.sharding.factors import Dim, Factor, leaves, size, unify
@@ -47,7 +48,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A block: its `nodes`, in order, of which those of `counting` number the rows; `rows`, all
+    """A block: its `nodes`, in order, of which those of `counting` are made from the number of the rows alone; `rows`, all
     values that have one element, or row, for each of them; of these the `sorted_rows` that are
     computed with; the products of groups, and the `ends` of groups that they read; the numbers
     `ids` that are sorted, and the factors of their dim, `tokens`, of which ranks may have parts.
@@ -115,7 +116,11 @@ class _Block:
                 self.copies[Ref(node.name, 1)] = 1
             elif any(r in self.kinds for r in node.refs) and not self._reads(node):
                 return None
-        if not self.results or len(self.ends) != 1 or any(o.ref in self.kinds for o in graph.outputs):
+        if (
+            not self.results
+            or len(self.ends) != 1
+            or any(o.ref in self.kinds for o in graph.outputs)
+        ):
             return None
         nodes = {*self.nodes, *self.counting}
         counted = {Ref(name) for name in self.counting}
@@ -208,16 +213,29 @@ class _Block:
     def _inverse(self, node: Node) -> bool:
         """Counted places, written to where the permutation says."""
         target, places, values = node.args[:3]
-        counted = next((n for n in self.dims.graph.nodes if Ref(n.name) == values), None)
-        if counted is None or counted.op != "aten.arange.default" or given(node, "accumulate"):
+        if len(places) != 1 or self.copies.get(places[0]) != 1 or given(node, "accumulate"):
             return False
-        alone = all(n is node or values not in n.refs for n in self.dims.graph.nodes)
-        if not alone or counted.args != (self.count,) or self._kind(target) is not Kind.EMPTY:
+        if not self._made_here(values, node, COUNTS, self.count):
             return False
-        if len(places) != 1 or self.copies.get(places[0]) != 1:
+        if self._kind(target) is not Kind.EMPTY and not self._made_here(
+            target, node, "aten.full.default", (self.count,)
+        ):
             return False
-        self.counting.add(counted.name)
         return self._add(node, Kind.INVERSE)
+
+    def _made_here(self, ref: Ref, reader: Node, op: str, count: Any) -> bool:
+        """Whether a value is made from nothing, with as many elements as there are rows, for one
+        reader; then it is of the block.
+        """
+        maker = next((n for n in self.dims.graph.nodes if n.name == ref.node), None)
+        if maker is None or maker.op != op or maker.args[0] != count or maker.refs:
+            return False
+        if len(maker.args) > (op != COUNTS) + 1:
+            return False
+        if any(ref in n.refs for n in self.dims.graph.nodes if n is not reader):
+            return False
+        self.counting.add(maker.name)
+        return True
 
     def _product(self, node: Node) -> bool:
         """Rows times the matrices of their experts."""
@@ -242,7 +260,10 @@ class _Block:
         if any(self._kind(ref) not in (None, Kind.ROWS) for ref in aliases):
             return False
         found: list[Dim] = [leaves(dims[0]) if dims else [] for dims in (*owns, *outs)]
-        own, barred = found[0], [f for d in (*others, *rule.summed.get("node", ())) for f in leaves(d)]
+        own, barred = (
+            found[0],
+            [f for d in (*others, *rule.summed.get("node", ())) for f in leaves(d)],
+        )
         if not own or any(dim != own for dim in found) or set(own) & set(barred):
             return False
         if any(f.blocked or f.segments for f in own):

@@ -45,6 +45,8 @@ CONJUGATES = {
     "merakc.reduce_scatter.default": "merakc.all_gather.default",
     "merakc.scatter.default": "merakc.all_gather.default",
     "merakc.all_gather.default": "merakc.copy_to.default",
+    "merakc.dispatch.default": "merakc.combine.default",
+    "merakc.combine.default": "merakc.dispatch.default",
 }
 PIECES: Final = ("forward", "backward", "checkpoint", "recompute", "input_grad", "weight_grad")
 

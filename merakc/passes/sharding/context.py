@@ -23,7 +23,9 @@ from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
+from merakc.passes.batches.routed import GROUPED
 from merakc.passes.experts.blocks import Experts, find_experts
+from merakc.passes.experts.dispatch import dispatched
 from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
@@ -33,15 +35,16 @@ from merakc.passes.sharding.sequence import MAX_DIMS, Cut, Problem, aliases_of
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
 
-def split_context(dims: Dims, sharding: Sharding) -> Sharding:
-    """The sharding of a graph of which nothing is split, with its sequences split over the ranks.
+def split_context(dims: Dims, sharding: Sharding, *, experts: bool = False) -> Sharding:
+    """The sharding of a graph of which nothing is split, with its sequences split over the ranks;
+    with `experts` these are too, each with its weights on one of the ranks.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
-    activations can be split.
+    activations can be split, or no experts are found on what is.
     """
     for prices in (LIKE_LARGE, AT_ANY_PRICE):
-        problem = ContextProblem(dims, sharding, prices)
+        problem = ContextProblem(dims, sharding, prices, sends=experts)
         found: list[SequenceSplit] = []
         sums: set[str] = set()
         for factor in problem.candidates()[:MAX_DIMS]:
@@ -58,7 +61,35 @@ def split_context(dims: Dims, sharding: Sharding) -> Sharding:
             "those of samples and of weights, runs through the graph, so that no sequence can be "
             "split; use cp=1"
         )
-    return replace(sharding, sequences=tuple(found), partial=sharding.partial | sums)
+    sharding = replace(sharding, sequences=tuple(found), partial=sharding.partial | sums)
+    return _with_experts(problem, sharding) if experts else sharding
+
+
+def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
+    """The same with experts on ranks of their own."""
+    every, layouts, sequences = 0, dict(sharding.layouts), []
+    for sequence in sharding.sequences:
+        blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
+        own, weights = dispatched(problem.dims, blocks, sharding.tp)
+        layouts |= weights
+        every += len(blocks)
+        sequences.append(replace(sequence, dispatched=own))
+    graph = problem.graph
+    if left := [n for n in graph.nodes if n.op == GROUPED and not _among(n.name, sequences)]:
+        raise ShardError(
+            f"ep={sharding.tp}: the experts at {left[0].source} are not found to compute row by "
+            "row, so that their rows cannot be sent; use ep=1"
+        )
+    if not every:
+        raise ShardError(
+            f"ep={sharding.tp}: no experts are found (products of groups of rows that are sorted by "
+            "expert); use ep=1"
+        )
+    return replace(sharding, layouts=layouts, sequences=tuple(sequences))
+
+
+def _among(name: str, sequences: Iterable[SequenceSplit]) -> bool:
+    return any(name in one.nodes for s in sequences for one in s.dispatched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +105,9 @@ class _Reads:
 class ContextProblem(Problem):
     """Which nodes of one graph may compute on parts of a sequence, and what that costs."""
 
-    def __init__(self, dims: Dims, sharding: Sharding, prices: Cluster) -> None:
+    def __init__(
+        self, dims: Dims, sharding: Sharding, prices: Cluster, *, sends: bool = False
+    ) -> None:
         super().__init__(dims, sharding, set())
         self.machine = place_on(prices, sharding.tp)
         inputs = self.graph.inputs
@@ -84,7 +117,7 @@ class ContextProblem(Problem):
                 self.parameters.update(node.outs)
         self.nodes = {n.name: n for n in self.graph.nodes}
         self._reads: dict[tuple[str, int], _Reads | None] = {}
-        self.experts = find_experts(dims, self.rule)
+        self.experts, self.sends = find_experts(dims, self.rule), sends
         self._block_of = {name: block for block in self.experts for name in block.nodes}
 
     def candidates(self) -> list[Factor]:
@@ -186,7 +219,10 @@ class ContextProblem(Problem):
         if factor not in leaves(block.tokens):
             return False
         read = {r for name in block.nodes for r in self.nodes[name].refs} - block.rows
-        return all(self.is_without(r, factor) or self.place(r, factor) == self.place(block.ids, factor) for r in read)
+        return all(
+            self.is_without(r, factor) or self.place(r, factor) == self.place(block.ids, factor)
+            for r in read
+        )
 
     def _is_computed(self, node: Node, factor: Factor, whole: Iterable[Ref]) -> bool:
         """Whether the node's op has a form for parts like these."""
@@ -226,9 +262,14 @@ class ContextProblem(Problem):
                 self._add_node(cut, node, factor, movable)
             self._add_reads(cut, node, factor, movable, movable)
         for block in self.experts:  # on parts as a whole, or not at all
-            for name in block.nodes[1:] if block.nodes[0] in movable else ():
-                cut.add(block.nodes[0], name)
-                cut.add(name, block.nodes[0])
+            first, *others = block.nodes
+            if first not in movable:
+                continue
+            if self.sends:  # to other ranks, whatever it costs
+                cut.add("source", first)
+            for name in others:
+                cut.add(first, name)
+                cut.add(name, first)
         inside, saved_s = cut.source_side()
         nodes = frozenset(movable & inside)
         if not nodes:

@@ -18,14 +18,31 @@ def unsplit(graph: Graph) -> Sharding:
     return Sharding(1, layouts, frozenset(), ())
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What of a block of experts (`merakc.passes.experts.blocks`) runs where these are.
+
+    That is the `nodes`; the results of `exits` go back. The block's `sorted_rows` are sent there,
+    and the `ends` of its groups are told. `experts` are those of each rank, `rows` those that a
+    rank is taken to get.
+    """
+
+    nodes: frozenset[str]
+    exits: frozenset[str]
+    sorted_rows: frozenset[Ref]
+    ends: Ref
+    experts: tuple[int, ...]
+    rows: int
+
+
 @dataclass(frozen=True)
 class SequenceSplit:
     """A part of the graph that runs on parts of sequences (arXiv 2205.05198, section 4.2).
 
     The `nodes` compute on a rank's part; `kept` are the values of which a rank has only that, also
     where other nodes read them; `layouts` those of all values that the nodes read or write. `whole`
-    says which of its nodes need which arguments whole. The nodes `counting` number a rank's own
-    rows.
+    says which of its nodes need which arguments whole. The nodes `counting` are made from
+    the number of a rank's own rows; those of `dispatched` compute where the experts are.
     """
 
     nodes: frozenset[str]
@@ -33,6 +50,7 @@ class SequenceSplit:
     layouts: Mapping[Ref, Layout]
     whole: frozenset[tuple[str, Ref]] = frozenset()
     counting: frozenset[str] = frozenset()
+    dispatched: tuple[Dispatched, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,7 @@ class Sharding:
                 {**s.layouts, **{n: s.layouts[o] for o, n in names.items() if o in s.layouts}},
                 s.whole | {(node, names[ref]) for node, ref in s.whole if ref in names},
                 s.counting,
+                s.dispatched,
             )
             for s in self.sequences
         )

@@ -24,17 +24,19 @@ def shard(
     cluster: Cluster = NOMINAL_GPU,
     sequence_parallel: bool = False,
     context_parallel: bool = False,
+    expert_parallel: bool = False,
 ) -> Sharding:
     """Decides how the graph's values are split over `tp` ranks of a cluster.
 
     With `splits`, those parameters and buffers are split as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
     all ranks is computed on parts of sequences. With `context_parallel` everything is, and no
-    parameter is split. Raises `ShardError` where nothing can be split.
+    parameter is split; with `expert_parallel` too, those of experts. Raises `ShardError` where
+    nothing can be split.
     """
     dims = propagate(graph)
     if context_parallel and tp > 1:
-        return split_context(dims, sharding_of(dims, set(), tp))
+        return split_context(dims, sharding_of(dims, set(), tp), experts=expert_parallel)
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)
     sharding = sharding_of(dims, chosen, tp)
     return split_sequences(dims, sharding, chosen) if sequence_parallel else sharding

@@ -27,7 +27,7 @@ from merakc.ir.graph import (
     map_refs,
 )
 from merakc.ir.layout import Layout
-from merakc.passes.sharding.layouts import SequenceSplit, Sharding
+from merakc.passes.sharding.layouts import Dispatched, SequenceSplit, Sharding
 from merakc.passes.sharding.propagate import copies
 from merakc.passes.sharding.rules import GATHERED
 from merakc.passes.sharding.spmd_ops import SPECIAL
@@ -60,6 +60,8 @@ class SpmdPartitioner:
         self.now: dict[Ref, Ref] = {}  # values replaced by another
         self.entered: dict[Ref, Ref] = {}  # values behind their copy_to
         self.moved: dict[tuple[Ref, str, Layout], Ref] = {}  # and behind gathers and scatters
+        self.dispatched = {n: d for s in sharding.sequences for d in s.dispatched for n in d.nodes}
+        self.sent: dict[Ref, Ref] = {}  # values where the experts are
 
     def run(self) -> Graph:
         """The local graph."""
@@ -126,6 +128,9 @@ class SpmdPartitioner:
     def write(self, node: Node) -> None:
         """Adds the local form of a node."""
         self.node = node.name
+        if node.name in self.dispatched:
+            self.write_dispatched(node, self.dispatched[node.name])
+            return
         if node.op == GATHERED:
             self.gather(node)
             return
@@ -135,7 +140,9 @@ class SpmdPartitioner:
             return
         special = SPECIAL.get(node.op)
         if self.within is not None and node.name in self.within.counting:
-            self.add(node, self.local_shape(node))
+            own = self.local_shape(node)
+            listed = isinstance(node.args[0], tuple)
+            self.add(node, (own, *node.args[1:]) if listed else own)
         elif node.name in self.graph.told(copies):
             lay = self.sharding.layouts[outs[0]]
             self.now[outs[0]] = self.move(node.args[0], lay, "scatter")
@@ -147,6 +154,64 @@ class SpmdPartitioner:
                 self.add_sum(node, node.op, args)
             else:
                 self.add(node, args)
+
+    def write_dispatched(self, node: Node, home: Dispatched) -> None:
+        """Adds a node that computes on the rows of this rank's experts."""
+        outputs = tuple(
+            o and TensorSpec((home.rows, *self.local_shape(node, k)[1:]), o.dtype)
+            for k, o in enumerate(node.outputs)
+        )
+        args, kwargs = (
+            map_refs(a, lambda r: self.at_experts(r, home)) for a in (node.args, node.kwargs)
+        )
+        self.nodes.append(replace(node, args=args, kwargs=kwargs, outputs=outputs))
+        if node.name in home.exits:
+            spec = self.local_spec(Ref(node.name))
+            args = (
+                Ref(node.name),
+                self.all_ends(home),
+                AXIS,
+                home.experts,
+                self.rank,
+                spec.shape[0],
+            )
+            name, op = f"{node.name}.combine", "merakc.combine.default"
+            self.nodes.append(
+                replace(node, name=name, op=op, args=args, kwargs=(), outputs=(spec,))
+            )
+            self.now[Ref(node.name)] = Ref(name)
+
+    def at_experts(self, ref: Ref, home: Dispatched) -> Ref:
+        """A value as the experts' ranks read it."""
+        if ref.node in home.nodes:
+            return ref
+        if ref != home.ends and ref not in home.sorted_rows:
+            return self.enter(ref)
+        if ref not in self.sent:
+            args: tuple[Any, ...] = (self.all_ends(home), home.experts, self.rank)
+            name, op = f"{ref.node}.own", "merakc.own_ends.default"
+            spec = TensorSpec((home.experts[self.rank],), self.specs[ref].dtype)
+            if ref != home.ends:
+                name, op = f"{ref.node}.{ref.index}.dispatch", "merakc.dispatch.default"
+                args = (self.enter(ref), args[0], AXIS, *args[1:], home.rows)
+                spec = TensorSpec(
+                    (home.rows, *self.local_spec(ref).shape[1:]), self.specs[ref].dtype
+                )
+            self.nodes.append(Node(name, op, args, (), (spec,)))
+            self.sent[ref] = Ref(name)
+        return self.sent[ref]
+
+    def all_ends(self, home: Dispatched) -> Ref:
+        """Where the groups of every rank's rows end."""
+        name = f"{home.ends.node}.all_gather0"
+        if name not in self.made:
+            own = self.specs[home.ends]
+            spec = TensorSpec((own.shape[0] * self.whole.tp,), own.dtype)
+            sizes = (own.shape[0],) * self.whole.tp
+            args = (home.ends, AXIS, 0, sizes, self.rank)
+            self.nodes.append(Node(name, "merakc.all_gather.default", args, (), (spec,)))
+            self.made.add(name)
+        return Ref(name)
 
     def gather(self, node: Node) -> None:
         """A product that is whole behind its gather; nothing where its columns are not split."""

@@ -1,0 +1,133 @@
+"""Which calls run on the ranks that have the experts, on rows that are sent there and back.
+
+The experts' products and what stands between them. How many rows a rank gets is known when they
+come: the graph counts with `rows`, a prime that no other size in it is a multiple of, so that what
+depends on it shows (`check_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from merakc.errors import ShardError
+from merakc.ir.graph import Graph, InputKind, Node, Ref
+from merakc.ir.layout import DimFactor, Layout
+from merakc.passes.experts.blocks import Experts
+from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.factors import leaves
+from merakc.passes.sharding.layouts import Dispatched
+
+EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
+
+
+def dispatched(
+    dims: Dims, blocks: Collection[Experts], ranks: int
+) -> tuple[tuple[Dispatched, ...], dict[Ref, Layout]]:
+    """The parts of blocks that run on ranks of experts, and the layouts of their weights.
+
+    Raises `ShardError` where there are fewer experts than ranks, or weights that something else
+    reads, or that are no parameters.
+    """
+    graph = dims.graph
+    makers = {n.name: n for n in graph.nodes}
+    found: list[Dispatched] = []
+    layouts: dict[Ref, Layout] = {}
+    for block in blocks:
+        sent = _between(graph, block)
+        of_experts = {makers[name].args[1] for name in block.grouped}
+        for ref in of_experts:
+            layouts |= _layouts_of(dims, makers, ref, ranks)
+        own = layouts[next(iter(of_experts))]
+        split = next(k for k, dim in enumerate(own.dims) if dim[0].split)
+        experts = tuple(own.local_shape(ranks, r)[split] for r in range(ranks))
+        read = {r.node for n in graph.nodes if n.name not in sent for r in n.refs}
+        exits = frozenset(sent & read)
+        if strange := sorted(exits - set(block.grouped)):
+            at = makers[strange[0]]
+            raise ShardError(f"{at.op} at {at.source} is read beside its experts; use ep=1")
+        rows = _rows(graph, -(-dims.shapes[block.ids][0] // ranks))
+        found.append(Dispatched(sent, exits, block.sorted_rows, block.ends, experts, rows))
+    inside = frozenset[str]().union(*(one.nodes for one in found))
+    chains = {ref.node for ref in layouts}
+    for node in graph.nodes:
+        other = next((r for r in node.refs if r in layouts), None)
+        if other is not None and node.name not in inside and node.name not in chains:
+            raise ShardError(
+                f"the experts' weights are read by {node.op} at {node.source} too, which needs "
+                "those of all experts; use ep=1"
+            )
+    return tuple(found), layouts
+
+
+def _between(graph: Graph, block: Experts) -> frozenset[str]:
+    """The products of groups, and what is made of one's rows for another."""
+    behind, before = set(block.grouped), set(block.grouped)
+    nodes = [n for n in graph.nodes if n.name in block.nodes]
+    rows = block.sorted_rows
+    for node in nodes:
+        if any(r.node in behind for r in node.refs if r in rows):
+            behind.add(node.name)
+    for node in reversed(nodes):
+        if node.name in before:
+            before.update(r.node for r in node.refs if r in rows)
+    return frozenset(behind & before)
+
+
+def _layouts_of(
+    dims: Dims, makers: Mapping[str, Node], ref: Ref, ranks: int
+) -> Iterator[tuple[Ref, Layout]]:
+    """The layouts of weights with a matrix for each expert, and of the parameter they are made of."""
+    experts = leaves(dims.of[ref][0])
+    inputs = {Ref(i.name): i for i in dims.graph.inputs}
+    while True:
+        at = [k for k, dim in enumerate(dims.of[ref]) if leaves(dim) == experts]
+        maker = makers.get(ref.node)
+        if len(at) != 1 or (maker is not None and len(maker.refs) != 1):
+            break
+        shape = dims.shapes[ref]
+        if shape[at[0]] < ranks:
+            raise ShardError(f"ep={ranks}: there are {shape[at[0]]} experts; use as many at most")
+        yield ref, Layout(tuple((DimFactor(n, k == at[0]),) for k, n in enumerate(shape)))
+        if maker is None:
+            if inputs[ref].kind is InputKind.PARAMETER:
+                return
+            break
+        ref = maker.refs[0]
+    source = makers[ref.node].source if ref.node in makers else ref.node
+    raise ShardError(
+        f"the experts' weights are made of more than one parameter at {source}, so that no rank "
+        "can have those of its own experts alone; use ep=1"
+    )
+
+
+def _rows(graph: Graph, least: int) -> int:
+    """The first prime from `least` on of which no size in the graph is a multiple."""
+    sizes = set(_numbers([(n.args, n.kwargs) for n in graph.nodes]))
+    sizes.update(n for spec in graph.specs().values() for n in spec.shape)
+    found = max(least, 3)
+    while any(found % k == 0 for k in range(2, int(found**0.5) + 1)) or any(
+        n % found == 0 for n in sizes if n
+    ):
+        found += 1
+    return found
+
+
+def check_rows(graph: Graph) -> None:
+    """Raises `ShardError` where a call depends on how many rows a rank of experts gets."""
+    rows = {int(n.args[-1]) for n in graph.nodes if n.op == EXCHANGES[0]}
+    for node in graph.nodes if rows else ():
+        told = node.args[:-1] if node.op in EXCHANGES else node.args
+        if any(n and n % r == 0 for n in _numbers([told, node.kwargs]) for r in rows):
+            raise ShardError(
+                f"{node.op} at {node.source} depends on the number of rows that a rank's experts "
+                "get; use ep=1"
+            )
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, (list, tuple)) and not isinstance(value, Ref):
+        for item in value:
+            yield from _numbers(item)
