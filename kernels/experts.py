@@ -2,10 +2,10 @@
 
 Legend of shapes: n rows of a rank, sorted by expert; r rows that it computes; e experts, of which
 rank k of an axis has `experts[k]`, in order; d width. `ends` are the ends of the groups of every
-rank's rows, one rank behind the other, [ranks * e]: each rank knows all counts before rows are sent.
+rank's rows, one rank behind the other, [ranks * e]: each rank knows all counts beforehand.
 
-Rows travel by all-to-all with parts of any size. A rank sorts what it has received by expert, of one
-expert by the rank that it came from; so what the ranks compute does not depend on who was first.
+Rows travel by all-to-all with parts of any size. A rank sorts what it has received by expert, of
+one expert by the rank that it came from: what is computed does not depend on who was first.
 The conjugate of each is the other one. How many rows a rank gets is known when they come: `rows`
 says how many a plan counts with, of `combine` exactly how many come back.
 """

@@ -100,8 +100,8 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, checks, collectives, draws, experts, gemm, grouped_mm, host, opaque, overwritten, places,
-    products, scores,
+    attention, checks, collectives, draws, experts, gemm, grouped_mm, host, opaque, overwritten,
+    places, products, scores,
 )  # fmt: skip
 
 

@@ -93,7 +93,9 @@ class Strategy(Degrees):
 
     @property
     def degrees(self) -> str:
-        """As arguments are written: `dp=2 tp=4 pp=1`, where sequences are split `cp=4`, experts too `ep=4`."""
+        """As arguments are written: `dp=2 tp=4 pp=1`; `cp=4` where sequences are split, and `ep=4`
+        where experts are too.
+        """
         return f"dp={self.dp} {self.form.axis}={self.tp} pp={self.pp}"
 
     @property

@@ -17,6 +17,7 @@ from merakc.costs.device import Place
 from merakc.costs.nodes import start_seconds
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.program import StageGraphs
+from merakc.passes.sharding.experts.dispatch import rows_of_experts
 
 # A move takes two calls and the latency of the link, whatever its size.
 LEAST_BYTES = 1 << 12
@@ -43,12 +44,13 @@ def movable(stage: StageGraphs, place: Place) -> tuple[Kept, ...]:
     made_s, home, specs = start_seconds(forward, place), owners(forward), forward.specs()
     nodes = {n.name for n in forward.nodes}
     leaving = Counter(home[o.ref] for o in forward.outputs)
-    read_s = _read_seconds(stage, place)
+    read_s, uncounted = _read_seconds(stage, place), rows_of_experts(forward)
     found = []
     for out in forward.outputs:
         owner, spec = home[out.ref], specs[out.ref]
         own = owner.node in nodes and leaving[owner] == 1
         whole = spec.size_bytes == specs[owner].size_bytes >= LEAST_BYTES
+        whole = whole and uncounted.isdisjoint(spec.shape)
         if out.kind is OutputKind.SAVED and own and whole and out.name in read_s:
             idle_s = made_s[""] - made_s[out.ref.node] + read_s[out.name]
             found.append(Kept(out.name, spec.numel, spec.size_bytes, idle_s))

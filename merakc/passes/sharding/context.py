@@ -23,11 +23,11 @@ from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
-from merakc.passes.batches.routed import GROUPED
-from merakc.passes.experts.blocks import Experts, find_experts
-from merakc.passes.experts.dispatch import dispatched
 from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.experts.blocks import Experts, find_experts
+from merakc.passes.sharding.experts.dispatch import dispatched
+from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
@@ -82,7 +82,7 @@ def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
         )
     if not every:
         raise ShardError(
-            f"ep={sharding.tp}: no experts are found (products of groups of rows that are sorted by "
+            f"ep={sharding.tp}: no experts are found (products of groups of rows, sorted by "
             "expert); use ep=1"
         )
     return replace(sharding, layouts=layouts, sequences=tuple(sequences))

@@ -20,7 +20,7 @@ def unsplit(graph: Graph) -> Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What of a block of experts (`merakc.passes.experts.blocks`) runs where these are.
+    """What of a block of experts (`merakc.passes.sharding.experts.blocks`) runs where these are.
 
     That is the `nodes`; the results of `exits` go back. The block's `sorted_rows` are sent there,
     and the `ends` of its groups are told. `experts` are those of each rank, `rows` those that a

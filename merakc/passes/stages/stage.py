@@ -24,6 +24,7 @@ from merakc.ir.same import Same
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.scores import without_scores
+from merakc.passes.sharding.experts.dispatch import uncut
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.cut import CutProblem, cut
@@ -146,7 +147,7 @@ def assign_stages(
     for node in graph.nodes:
         if updates.get(node.name) in position:
             weights_s[position[updates[node.name]]] += seconds(node)
-    problem = CutProblem(tuple(weights_s), tuple(sorted(edges)))
+    problem = CutProblem(tuple(weights_s), tuple(sorted(edges)), uncut(position, sharding))
     found, report = cut(problem, stages, speeds=_speeds(graph, sharding, cluster, devices))
     of = {n.name: s for n, s in zip(nodes, found, strict=True)}
     beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}

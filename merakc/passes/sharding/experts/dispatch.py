@@ -13,10 +13,10 @@ from typing import Any
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
-from merakc.passes.experts.blocks import Experts
 from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.experts.blocks import Experts
 from merakc.passes.sharding.factors import leaves
-from merakc.passes.sharding.layouts import Dispatched
+from merakc.passes.sharding.layouts import Dispatched, Sharding
 
 EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
 
@@ -77,7 +77,7 @@ def _between(graph: Graph, block: Experts) -> frozenset[str]:
 def _layouts_of(
     dims: Dims, makers: Mapping[str, Node], ref: Ref, ranks: int
 ) -> Iterator[tuple[Ref, Layout]]:
-    """The layouts of weights with a matrix for each expert, and of the parameter they are made of."""
+    """The layouts of weights with a matrix for each expert, and of what they are made of."""
     experts = leaves(dims.of[ref][0])
     inputs = {Ref(i.name): i for i in dims.graph.inputs}
     while True:
@@ -113,9 +113,28 @@ def _rows(graph: Graph, least: int) -> int:
     return found
 
 
-def check_rows(graph: Graph) -> None:
-    """Raises `ShardError` where a call depends on how many rows a rank of experts gets."""
-    rows = {int(n.args[-1]) for n in graph.nodes if n.op == EXCHANGES[0]}
+def uncut(position: Mapping[str, int], sharding: Sharding) -> tuple[int, ...]:
+    """A mark for each node, equal where no stage may end: among rows that were sent to experts,
+    whose number no other stage knows.
+    """
+    found = list(range(len(position)))
+    for sequence in sharding.sequences:
+        for one in sequence.dispatched:
+            own = [position[name] for name in one.nodes if name in position]
+            found[min(own) : max(own) + 1] = [min(own)] * (max(own) + 1 - min(own))
+    return tuple(found)
+
+
+def rows_of_experts(graph: Graph) -> frozenset[int]:
+    """The sizes that stand for how many rows a rank's experts get."""
+    return frozenset(int(n.args[-1]) for n in graph.nodes if n.op == EXCHANGES[0])
+
+
+def check_rows(graph: Graph) -> Graph:
+    """The graph itself. Raises `ShardError` where a call depends on how many rows the experts of a
+    rank get, which is not known before they come.
+    """
+    rows = rows_of_experts(graph)
     for node in graph.nodes if rows else ():
         told = node.args[:-1] if node.op in EXCHANGES else node.args
         if any(n and n % r == 0 for n in _numbers([told, node.kwargs]) for r in rows):
@@ -123,6 +142,7 @@ def check_rows(graph: Graph) -> None:
                 f"{node.op} at {node.source} depends on the number of rows that a rank's experts "
                 "get; use ep=1"
             )
+    return graph
 
 
 def _numbers(value: Any) -> Iterator[int]:

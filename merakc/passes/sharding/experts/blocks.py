@@ -22,14 +22,19 @@ from itertools import takewhile
 from typing import Any
 
 from merakc.ir.graph import Node, Ref
-from merakc.passes.batches.own_rules import COUNTS
-from merakc.passes.batches.routed import DIVISIONS, GROUPED, SORTS, ends_where_experts_do
 from merakc.passes.sharding.dims import Dims, given
+from merakc.passes.sharding.experts.ends import (
+    DIVISIONS,
+    GROUPED,
+    SORTS,
+    ends_where_experts_do,
+)
 from merakc.passes.sharding.factors import Dim, Factor, leaves, size, unify
 from merakc.passes.sharding.rows import POINTWISE
 from merakc.passes.sharding.rules import row_of
 from merakc.passes.sharding.spmd_ops import SPECIAL
 
+COUNTS = "aten.arange.default"
 # Ops that ranks with parts call in forms of their own, but with parts of rows as they are.
 PLAIN = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.slice.Tensor",
          "aten.linear.default")  # fmt: skip
@@ -48,10 +53,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A block: its `nodes`, in order, of which those of `counting` are made from the number of the rows alone; `rows`, all
-    values that have one element, or row, for each of them; of these the `sorted_rows` that are
-    computed with; the products of groups, and the `ends` of groups that they read; the numbers
-    `ids` that are sorted, and the factors of their dim, `tokens`, of which ranks may have parts.
+    """A block: its `nodes`, in order, those of `counting` made from the number of rows alone.
+
+    All of `rows` have an element, or a row, for each of them; the `sorted_rows` are computed with.
+    The products of groups, `grouped`, read the `ends` of groups. The numbers `ids` are what is
+    sorted; ranks may have parts of the factors `tokens` of their dim.
     """
 
     nodes: tuple[str, ...]
@@ -206,7 +212,9 @@ class _Block:
         the rows of any part of the tokens.
         """
         every, own = leaves(self.dims.of[self.ids][0]), leaves(self.dims.of[source][0])
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(every, own)))
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(every, own, strict=False))
+        )
         self.tokens = min(self.tokens, same)
         return size(every[same:]) == copies * size(own[same:])
 
