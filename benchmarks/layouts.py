@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +56,8 @@ class Task:
     precision: str | None = None
     clip_norm: float | None = None
     cluster: Cluster | None = None
-    axis: str = "tp"  # what the mesh's tp is to be: "cp" where ranks share sequences
+    axis: str = "tp"  # what the mesh's tp is to be: "cp" where ranks share sequences, "ep" experts
+    options: Mapping[str, Any] = field(default_factory=dict)  # others of auto_parallel
 
 
 def train_layout(task: Task) -> Reference:
@@ -81,6 +84,7 @@ def train_layout(task: Task) -> Reference:
             state_shards=task.state_shards,
             precision=task.precision,
             cluster=task.cluster,
+            **task.options,
         )
         optimizer = optimizer_for(parallel)
         for batch in batches:

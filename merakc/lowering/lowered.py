@@ -36,7 +36,7 @@ from merakc.passes.pipeline import StageOptions
 from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
 from merakc.passes.running import run_passes
 from merakc.passes.sharding.gather_products import gather_needed, gathers
-from merakc.passes.sharding.layouts import Sharding, unsplit
+from merakc.passes.sharding.layouts import Sharding, computed_whole, unsplit
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
 from merakc.passes.stages.stage import (
@@ -355,7 +355,7 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     except ShardError:
         if not plan.context_parallel:
             raise
-        return graph, replace(unsplit(graph), tp=plan.tp)  # too short: whole on every rank
+        return graph, computed_whole(graph, plan.tp, plan.splits)  # too short
     except PlanError as error:
         splits = {name: parse_layout(text) for name, text in plan.splits.items()}
         gathered = gather_needed(graph, splits)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
-from merakc.ir.layout import DimFactor, Layout
+from merakc.ir.layout import DimFactor, Layout, parse_layout
 
 
 def unsplit(graph: Graph) -> Sharding:
@@ -16,6 +16,13 @@ def unsplit(graph: Graph) -> Sharding:
         for ref, spec in graph.specs().items()
     }
     return Sharding(1, layouts, frozenset(), ())
+
+
+def computed_whole(graph: Graph, tp: int, splits: Mapping[str, str]) -> Sharding:
+    """The same on ranks that have parts of some parameters, `splits` by their names."""
+    parts = {Ref(i.name): splits[i.target] for i in graph.inputs if i.target in splits}
+    layouts = {**unsplit(graph).layouts, **{ref: parse_layout(own) for ref, own in parts.items()}}
+    return Sharding(tp, layouts, frozenset(), (), gathered=frozenset(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,8 @@ class Sharding:
     """Which dims of which values are split over tp; the same on every rank.
 
     `layouts` are those that nodes outside of all `sequences` see. `partial` names the nodes whose
-    results are partial sums. `opaque` are the nodes without a rule, kept whole.
+    results are partial sums. `opaque` are the nodes without a rule, kept whole. The parameters
+    `gathered` are read whole, though ranks have parts of them.
     """
 
     tp: int
@@ -66,6 +74,7 @@ class Sharding:
     partial: frozenset[str]
     opaque: tuple[Node, ...]
     sequences: tuple[SequenceSplit, ...] = ()
+    gathered: frozenset[Ref] = frozenset()
 
     def unlike_ranks(self, graph: Graph) -> tuple[int, ...]:
         """One rank for each set of sizes that the parts of a graph's values have: (0,) where all

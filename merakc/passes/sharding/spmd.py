@@ -72,6 +72,8 @@ class SpmdPartitioner:
                 full = self.graph.constants[item.name]
                 own = self.whole.layouts[Ref(item.name)]
                 self.constants[item.name] = own.take(full, self.whole.tp, self.rank)
+        for ref in self.whole.gathered:
+            self.now[ref] = self.move(ref, self.whole.layouts[ref], "all_gather")
         homes = {name: split for split in self.whole.sequences for name in split.nodes}
         inside = {
             id(s): replace(self.whole, layouts={**self.whole.layouts, **s.layouts})

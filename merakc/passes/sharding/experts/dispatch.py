@@ -13,6 +13,7 @@ from typing import Any
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
+from merakc.kernels.ops import STARTS
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.experts.blocks import Experts
 from merakc.passes.sharding.factors import leaves
@@ -127,7 +128,8 @@ def uncut(position: Mapping[str, int], sharding: Sharding) -> tuple[int, ...]:
 
 def rows_of_experts(graph: Graph) -> frozenset[int]:
     """The sizes that stand for how many rows a rank's experts get."""
-    return frozenset(int(n.args[-1]) for n in graph.nodes if n.op == EXCHANGES[0])
+    sends = (EXCHANGES[0], STARTS[EXCHANGES[0]])
+    return frozenset(int(n.args[-1]) for n in graph.nodes if n.op in sends)
 
 
 def check_rows(graph: Graph) -> Graph:
