@@ -15,7 +15,6 @@ from merakc.kernels import (
     draws,
     experts,
     gemm,
-    grouped_mm,
     host,
     opaque,
     overwritten,
@@ -100,7 +99,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, checks, collectives, draws, experts, gemm, grouped_mm, host, opaque, overwritten,
+    attention, checks, collectives, draws, experts, gemm, host, opaque, overwritten,
     places, products, scores,
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.loss_formulas.formula import CLASSES, Named, formulas
-from merakc.kernels import grouped_mm  # noqa: F401  registers the op
+from merakc.kernels import experts  # noqa: F401  registers the op
 
 EXPERTS = 3
 

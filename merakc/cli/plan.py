@@ -64,9 +64,7 @@ def plan(
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     cp: Annotated[int | None, typer.Option(help="Ranks that share sequences.", min=1)] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Ranks that share sequences and experts.", min=1)
-    ] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share experts too.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
@@ -94,9 +92,8 @@ def plan(
         ranks = ranks or len(found.described(1).devices)
         request = Request(
             ranks, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule, order=(),
-            recompute=recompute, sequence_parallel=None,
-            state_shards=_shards(state_shards), precision=mixed, overlap=overlap,
-            offload=offload,
+            recompute=recompute, sequence_parallel=None, state_shards=_shards(state_shards),
+            precision=mixed, overlap=overlap, offload=offload,
         ).with_parts(cp, ep)  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
         asked = with_schedule(request)

@@ -64,7 +64,7 @@ from merakc.frontend.values.made import recorded_tensors
 from merakc.frontend.values.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
 from merakc.frontend.whole import WholeModules
 from merakc.ir.graph import InputKind, Ref, TensorSpec
-from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
+from merakc.kernels import attention, draws, experts  # noqa: F401  registers their ops
 
 # Calls that ask for a tensor's truth; the second also for numbers.
 TRUTHS = ("aten.is_nonzero.default", ITEM)

@@ -202,7 +202,7 @@ _FREE: Mapping[str, dict[str, Any]] = {
     "micro_batches": {"micro_batches": None},
     "schedule": {"schedule": "auto", "order": (), "chunks": None},
     "sequence_parallel": {"sequence_parallel": None},
-    "context_parallel": {"context_parallel": None, "expert_parallel": False},
+    "context_parallel": {"context_parallel": None, "expert_parallel": None},
     "offload": {"offload": AUTO},
     "the degrees": {"dp": None, "tp": None, "pp": None},
 }

@@ -28,7 +28,7 @@ def open_forms(request: Request, node: int) -> Iterator[Form]:
             asked = request.sequence_parallel
             yield from (Form(tp, s) for s in (False, True) if asked in (None, s))
         if request.context_parallel or _may_share_sequences(request):
-            yield Form(tp, context_parallel=True, expert_parallel=request.expert_parallel)
+            yield Form(tp, context_parallel=True, expert_parallel=bool(request.expert_parallel))
 
 
 def _may_share_sequences(request: Request) -> bool:

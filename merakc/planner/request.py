@@ -47,7 +47,7 @@ class Request:
     recompute: str = "auto"
     sequence_parallel: bool | None = None
     context_parallel: bool | None = None  # of tp's ranks
-    expert_parallel: bool = False  # of those
+    expert_parallel: bool | None = None  # of those
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
@@ -107,7 +107,7 @@ class Request:
             )
         return replace(
             self, tp=ranks if ranks > 1 else self.tp, context_parallel=ranks > 1,
-            expert_parallel=axis == "ep" and ranks > 1,
+            expert_parallel=(axis == "ep" and ranks > 1) or None,
         )  # fmt: skip
 
     def local_batch_size(self, dp: int) -> int | None:

@@ -65,7 +65,6 @@ class Stages:
         return Stages({}, graphs, self.transfers, Sharding(self.sharding.tp, {}, frozenset(), ()))
 
 
-# What is found where there is nothing to cut.
 WHOLE = CutReport("dp", 1.0, 1.0, cut_bytes=0, metis_load=1.0, metis_cut_bytes=0, metis_moves=0)
 
 

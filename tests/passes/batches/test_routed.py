@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import merakc.kernels.experts  # noqa: F401  registers the op
 from merakc.errors import RecordError
-from merakc.kernels import grouped_mm  # noqa: F401  registers the op
 from merakc.passes.batches.states import SAMPLES, Kind
 from tests.passes.batches.forwards import CLASSES, SIZES, Batch, Loss, Small, check, in_parts
 

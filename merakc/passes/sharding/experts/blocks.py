@@ -129,17 +129,17 @@ class _Block:
         ):
             return None
         nodes = {*self.nodes, *self.counting}
-        counted = {Ref(name) for name in self.counting}
+        counted, of_rows = {Ref(name) for name in self.counting}, (Kind.ROWS, Kind.IDS)
         rows = {r for r, kind in self.kinds.items() if kind is not Kind.COUNTS}
         return Experts(
-            tuple(n.name for n in graph.nodes if n.name in nodes),
-            frozenset(self.counting),
-            frozenset({*rows, *counted, *self.results}),
-            frozenset(r for r, kind in self.kinds.items() if kind is Kind.ROWS),
-            tuple(self.grouped),
-            self.ends.pop(),
-            self.ids,
-            tuple(leaves(self.dims.of[self.ids][0])[: self.tokens]),
+            nodes=tuple(n.name for n in graph.nodes if n.name in nodes),
+            counting=frozenset(self.counting),
+            rows=frozenset({*rows, *counted, *self.results}),
+            sorted_rows=frozenset(r for r, kind in self.kinds.items() if kind in of_rows),
+            grouped=tuple(self.grouped),
+            ends=self.ends.pop(),
+            ids=self.ids,
+            tokens=tuple(leaves(self.dims.of[self.ids][0])[: self.tokens]),
         )
 
     def _add(self, node: Node, *kinds: Kind) -> bool:
@@ -162,7 +162,7 @@ class _Block:
         if kinds == {Kind.PLACES}:
             return self._places(node)
         if kinds == {Kind.IDS}:
-            return self._counts(node)
+            return self._counts(node) or self._by_row(node)
         if kinds == {Kind.COUNTS}:
             return self._add(node, *(Kind.COUNTS for _ in node.outputs))
         return self._by_row(node)
@@ -171,8 +171,9 @@ class _Block:
         """The token of which a row is a copy, and what the inverse is written to."""
         if node.op in ("aten.empty_like.default", "aten.zeros_like.default"):
             return self._add(node, Kind.EMPTY)
-        if _sorts(node) and "argsort" in node.op and self.copies[node.args[0]] == 1:
-            return self._add(node, Kind.INVERSE)
+        if _sorts(node) and self.copies[node.args[0]] == 1:
+            self.copies[Ref(node.name)] = 0  # of two results the first are the numbers from 0 on
+            return self._add(node, *(Kind.PLACES, Kind.INVERSE)[-len(node.outputs) :])
         mode = given(node, "rounding_mode") if node.op == DIVISIONS[1] else "floor"
         if node.op not in DIVISIONS or mode != "floor" or self.copies[node.args[0]] != 1:
             return False
@@ -265,7 +266,8 @@ class _Block:
         owns = [rule.of[a][:1] for ref, a in aliases.items() if ref in self.kinds]
         others = [d for ref, a in aliases.items() if ref not in self.kinds for d in rule.of[a]]
         outs = [rule.of[Ref("node", k)][:1] for k, o in enumerate(node.outputs) if o is not None]
-        if any(self._kind(ref) not in (None, Kind.ROWS) for ref in aliases):
+        kinds = {self.kinds[ref] for ref in aliases if ref in self.kinds}
+        if not kinds <= {Kind.ROWS, Kind.IDS}:
             return False
         found: list[Dim] = [leaves(dims[0]) if dims else [] for dims in (*owns, *outs)]
         own, barred = (
@@ -276,4 +278,5 @@ class _Block:
             return False
         if any(f.blocked or f.segments for f in own):
             return False
-        return self._add(node, *(Kind.ROWS for _ in node.outputs))
+        kind = Kind.ROWS if Kind.ROWS in kinds else Kind.IDS
+        return self._add(node, *(kind for _ in node.outputs))

@@ -1,13 +1,16 @@
-"""Products of groups of rows: the definition, its gradients, groups without rows."""
+"""Products of groups of rows, and rows on their way to the groups' ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merakc.kernels import grouped_mm  # noqa: F401  registers the op
+from benchmarks.ranks import run_ranks
+from merakc.kernels import experts
+from merakc.kernels.collectives import bind_axis
 from tests.passes.lockstep import relative_error
 
 # rows, groups, width before, width behind; the last row of each group
@@ -82,3 +85,42 @@ def test_a_gpu_computes_the_same_also_where_rows_are_not_aligned(
     args = case((96, 3, *widths), ends, torch.bfloat16, "cuda")
     compare(*args, 2e-2)  # bfloat16 has eight bits
     compare(*case((96, 3, *widths), ends, torch.float64, "cuda"), 1e-13)
+
+
+# Rows of each of three ranks for five experts, some for none; and rows behind all groups.
+COUNTS = ((3, 0, 1, 2, 0), (0, 0, 0, 0, 0), (1, 4, 0, 0, 2))
+OWNED, BEHIND = (2, 2, 1), 2
+
+
+def _sent_and_back() -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Rows of numbers that say rank and expert, multiplied where the experts are, and gradients."""
+    rank = dist.get_rank()
+    bind_axis("tp", dist.group.WORLD)
+    every = torch.tensor(COUNTS).cumsum(1).int().flatten()
+    of = torch.repeat_interleave(torch.arange(5), torch.tensor(COUNTS[rank]))
+    x = torch.stack([of, torch.full_like(of, rank)], 1).double()
+    x = torch.cat([x, torch.full((BEHIND, 2), 7.0).double()]).requires_grad_()
+    here = experts.dispatch(x, every, "tp", OWNED, rank, 99)
+    ends = torch.ops.merakc.own_ends(every, OWNED, rank)
+    first = sum(OWNED[:rank])
+    weights = torch.stack([torch.eye(2) * (k + 1) for k in range(first, first + OWNED[rank])])
+    made = torch.ops.merakc.grouped_mm(here, weights.double(), ends)
+    back = experts.combine(made, every, "tp", OWNED, rank, len(x))
+    (gradient,) = torch.autograd.grad((back * back.detach()).sum(), x)
+    return here.detach()[:, 0], back.detach(), gradient, ends.tolist()
+
+
+def test_rows_are_sent_to_their_experts_and_back() -> None:
+    for rank, (here, back, gradient, ends) in enumerate(run_ranks(3, _sent_and_back)):
+        owned = range(sum(OWNED[:rank]), sum(OWNED[: rank + 1]))
+        counts = [sum(own[k] for own in COUNTS) for k in owned]
+        assert ends == torch.tensor(counts).cumsum(0).tolist()
+        wanted = torch.repeat_interleave(torch.tensor(list(owned)), torch.tensor(counts))
+        assert torch.equal(here.long(), wanted)
+        of = torch.repeat_interleave(torch.arange(5.0), torch.tensor(COUNTS[rank])).double()
+        assert torch.equal(back[: len(of), 0], of * (of + 1))
+        assert torch.equal(back[: len(of), 1], rank * (of + 1))
+        assert torch.equal(gradient[: len(of), 0], of * (of + 1) ** 2)
+        assert len(back) == len(of) + BEHIND
+        assert not back[len(of) :].any()
+        assert not gradient[len(of) :].any()

@@ -1,0 +1,80 @@
+"""What runs on the ranks of experts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from merakc.errors import ShardError
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.passes.sharding.experts.dispatch import check_rows, rows_of_experts, uncut
+from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
+from tests.passes.sharding.experts.mixtures import EXPERTS, Part, graph_of
+
+
+def _locals(ranks: int = 2, **parts: Part) -> list[Graph]:
+    graph = graph_of(**parts)
+    sharding = shard(graph, ranks, context_parallel=True, expert_parallel=True)
+    found = [spmd_partition(graph, sharding, rank) for rank in range(ranks)]
+    for local in found:
+        local.verify()
+    return found
+
+
+def test_rows_go_to_their_experts_and_back() -> None:
+    ops: list[list[str]] = []
+    for local, experts in zip(_locals(), (3, 2), strict=True):
+        specs, (rows,) = local.specs(), rows_of_experts(local)
+        assert specs[Ref("up")].shape[0] == specs[Ref("down")].shape[0] == experts
+        assert EXPERTS == 5
+        names = {n.name: n for n in local.nodes}
+        inside = [n for n in local.nodes if n.outputs[0] and n.spec.shape[:1] == (rows,)]
+        sent = [n for n in inside if n.op == "merakc.dispatch.default"]
+        assert len(sent) == 2  # the rows, and each one's bias
+        (back,) = [n for n in local.nodes if n.op == "merakc.combine.default"]
+        assert names[back.args[0].node].op == "merakc.grouped_mm.default"
+        ops.append([n.op for n in local.nodes])
+    assert ops[0] == ops[1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"beside": lambda m: m.up.sum()}, "weights are read by aten.sum"),
+        ({"up": lambda m: m.up + m.up.detach()}, "more than one parameter at .*test_dispatch"),
+        ({"between": lambda m, made, ids: made.flip(0)}, "not found to compute row by row"),
+    ],
+)
+def test_experts_that_cannot_be_apart_are_refused(parts: Any, said: str) -> None:
+    with pytest.raises(ShardError, match=said) as error:
+        _locals(**parts)
+    assert re.search("use ep=1", str(error.value))
+
+
+def test_there_are_no_more_ranks_than_experts() -> None:
+    with pytest.raises(ShardError, match="there are 5 experts"):
+        _locals(6)
+
+
+def test_what_depends_on_the_number_of_rows_is_refused() -> None:
+    local = _locals()[0]
+    (rows,) = rows_of_experts(local)
+    assert check_rows(local) is local
+    spec = TensorSpec((2 * rows,), torch.float32)
+    more = Node("more", "aten.zeros.default", ((2 * rows,),), (), (spec,), source="here:1")
+    with pytest.raises(ShardError, match=r"zeros\.default at here:1 depends on the number of rows"):
+        check_rows(Graph(local.inputs, (*local.nodes, more), local.outputs, local.constants))
+
+
+def test_no_stage_ends_among_rows_that_were_sent() -> None:
+    graph = graph_of()
+    sharding = shard(graph, 2, context_parallel=True, expert_parallel=True)
+    position = {n.name: k for k, n in enumerate(graph.nodes)}
+    marks = uncut(position, sharding)
+    ((one,),) = [s.dispatched for s in sharding.sequences if s.dispatched]
+    assert len({marks[position[name]] for name in one.nodes}) == 1
+    assert len(set(marks)) > len(marks) - 20
