@@ -97,6 +97,7 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
         return {}
     ops = Counter(node.op for graph in lowered.stages.local for node in graph.nodes)
     scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
+    exchanges = ops["merakc.dispatch.default"] + ops["merakc.combine.default"]
     found = {
         "forward all-reduce": ops["merakc.all_reduce.default"],
         "backward all-reduce": ops["merakc.copy_to.default"],
@@ -104,6 +105,8 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
         "forward all-gather": gathers + ops["merakc.all_gather.default"],
         "backward reduce-scatter": gathers,
         "backward all-gather": scatters + ops["merakc.scatter.default"],
+        "forward all-to-all": exchanges,
+        "backward all-to-all": exchanges,
         "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
     }
     return {name: number for name, number in found.items() if number or "all-reduce" in name}

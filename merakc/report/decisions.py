@@ -62,7 +62,7 @@ def plan_sections(file: PlanFile) -> list[Section]:
     if any(len(stages) > 1 for stages in plan.parameters.values()):
         found.append(_shared(plan))
     if file.report and file.report.collectives:
-        found.append(_collectives(file.report.collectives))
+        found.append(_collectives(plan, file.report.collectives))
     if plan.whole_ops:
         found.append(_whole_ops(plan.whole_ops))
     if plan.head is not None:
@@ -174,7 +174,7 @@ def _tensors(plan: Plan) -> Section:
     whole = sum(name not in plan.splits for name in plan.parameters)
     rows.append(("(all other parameters)", "whole", str(whole)))
     columns = {"tensor": False, "layout (* is split)": False, "count": True}
-    return Section(f"Tensors over tp {plan.tp}", columns, rows)
+    return Section(f"Tensors over {plan.form}", columns, rows)
 
 
 def _shared(plan: Plan) -> Section:
@@ -188,9 +188,11 @@ def _shared(plan: Plan) -> Section:
     return Section("Parameters held by several stages", columns, rows)
 
 
-def _collectives(collectives: Mapping[str, int]) -> Section:
+def _collectives(plan: Plan, collectives: Mapping[str, int]) -> Section:
     rows = [(name, str(count)) for name, count in collectives.items()]
-    return Section("tp collectives of a micro-batch", {"collective": False, "count": True}, rows)
+    return Section(
+        f"{plan.form.axis} collectives of a micro-batch", {"collective": False, "count": True}, rows
+    )
 
 
 def _whole_ops(ops: tuple[str, ...]) -> Section:
