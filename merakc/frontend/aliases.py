@@ -30,6 +30,12 @@ OVERWRITTEN = "merakc.overwritten.default"
 SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 
 
+NO_PART = (
+    "in-place write to a tensor that is no part of the model; make it a buffer: of other tensors "
+    "merakc takes the value as it is now"
+)
+
+
 @dataclass(slots=True)
 class Storage:
     """What all views of one piece of memory share."""
@@ -37,6 +43,7 @@ class Storage:
     version: int = 0
     target: str = ""  # the parameter or buffer that owns it
     is_parameter: bool = False
+    outside: bool = False  # of the model: of a tensor that is neither parameter nor buffer
     written: bool = False
     source: str = ""  # the line that wrote to it
 
@@ -122,6 +129,8 @@ class Aliases:
                 f"the model writes to its parameter '{storage.target}' in its forward; "
                 "move the change out of forward, or make it a buffer"
             )
+        if storage.outside:
+            raise RecordError(NO_PART)
         chain = [alias]
         while chain[-1].parent is not None:
             chain.append(chain[-1].parent)

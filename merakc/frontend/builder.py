@@ -205,7 +205,7 @@ class GraphBuilder:
         self._check_layout(tensor)
         ref = self._input("constant", InputKind.CONSTANT, tensor, "", False)
         self.constants[ref.node] = tensor
-        self.aliases.add(tensor, ref)
+        self.aliases.add(tensor, ref, Storage(outside=True))
         return ref
 
     def _read_leftover(self, tensor: torch.Tensor) -> None:

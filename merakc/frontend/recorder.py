@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import ForwardError, MerakError, RecordError, failure
+from merakc.frontend.aliases import NO_PART
 from merakc.frontend.aside import AsideRecorder
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
 from merakc.frontend.builtin_calls import symbolic_builtins
@@ -41,6 +42,7 @@ from merakc.frontend.calls.forms import (
     is_plain_fake,
     lifted,
     make_fake,
+    memory_of,
     op_name,
     run_bare,
     tensors_of,
@@ -111,7 +113,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         self.watched, self.exported = watched, exported
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
-        self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
+        at = functools.partial(memory_of, self.fake_mode)
+        self.forms = Forms(make, is_plain_fake, views=True, bare=bare, memory=at)
         self.draws = Draws(self._error, self.inputs, self.nodes)
         self.opaques = 0
         self.default_dtype = torch.get_default_dtype()
@@ -293,10 +296,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
                 return self.draws.call(func, args, kwargs)
         targets = pytree.tree_leaves(found) if (found := written(func, args, kwargs)) else []
         if any(not isinstance(t, FakeTensor) for t in targets):
-            raise self._error(
-                f"in-place call {func} on a tensor that is no part of the model",
-                "make it a buffer: of other tensors merakc takes the value as it is now",
-            )
+            raise RecordError(f"{user_line()}: {NO_PART}")
         name = normalise.recorded_name(func, args)
         if name == normalise.GROUPED:  # torch's knows no shapes for all dtypes
             func = torch.ops.merakc.grouped_mm.default
@@ -349,7 +349,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         self, op: str, ref: Ref, outs: list[Any], tensors: list[torch.Tensor], args: Any
     ) -> None:
         """Names the outputs of a call, as views of the argument whose memory they share."""
-        memory = {t.untyped_storage()._cdata: t for t in reversed(tensors)}
+        memory = {memory_of(self.fake_mode, t): t for t in reversed(tensors)}
         for index, out in enumerate(outs):
             if not isinstance(out, torch.Tensor):
                 continue

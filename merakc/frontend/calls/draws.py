@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.ir.graph import Input, InputKind, Node, Ref
 
@@ -26,6 +27,10 @@ Size = Sequence[int]
 MAX_RANGE = 2**53
 OWN_GENERATOR = (
     "draw without generator=: the layouts of one seed could not share the state of a generator"
+)
+SEEDED = (
+    "draw what is the same in every step once, in a buffer, or give it in the batch: numbers of a "
+    "recorded forward do not come from torch's generator"
 )
 UNKNOWN = (
     "merakc draws uniform, normal, exponential, Bernoulli and integer numbers, permutations and "
@@ -59,6 +64,7 @@ class Draws:
         self.refuse, self.inputs, self.nodes = refuse, inputs, nodes
         self.scalars: tuple[Tensor, ...] = ()  # the fake seed and number of the first sample
         self.number = 0
+        self.state = torch.default_generator.get_state()
 
     def prepare(self, scalar: Callable[[str], Tensor]) -> None:
         """Makes the scalar inputs that every draw reads, before the first."""
@@ -72,6 +78,8 @@ class Draws:
             isinstance(a, torch.Generator) for a in args
         ):
             raise self.refuse(f"random op {func} with a generator of its own", OWN_GENERATOR)
+        if self._is_seeded():
+            raise self.refuse(f"random op {func} of numbers that the forward seeds", SEEDED)
         out = kwargs.pop("out", None)
         _, packet, _ = name.split(".")
         dtype = kwargs.get("dtype")
@@ -85,6 +93,11 @@ class Draws:
         else:
             raise self.refuse(f"random op {func}", UNKNOWN)
         return found if out is None else out.copy_(found)
+
+    def _is_seeded(self) -> bool:
+        """Whether the forward has set torch's generator, from which a recording draws nothing."""
+        with _disable_current_modes():
+            return not torch.equal(torch.default_generator.get_state(), self.state)
 
     def _block(self, numel: int) -> tuple[Any, ...]:
         """The keying as far as it is known here: samples are found by

@@ -63,7 +63,8 @@ class Forms:
 
     `make` makes a result once more. Of the tensors that are `plain` nothing matters but their form;
     calls on others are remembered for these very tensors. With `views` also results in the memory
-    of an argument are made here. Calls that are new are made by `bare`, where they can be.
+    of an argument are made here; `memory` says which memory a tensor is in. Calls that are new are
+    made by `bare`, where they can be.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Forms:
         *,
         views: bool = False,
         bare: Bare | None = None,
+        memory: Callable[[torch.Tensor], int] = lambda x: x.untyped_storage()._cdata,
     ) -> None:
         self._make, self._plain, self._views, self._bare = make, plain, views, bare
+        self._memory = memory
         self._known: dict[Any, _Results] = {}
         self._others: list[torch.Tensor] = []  # one that was gone might leave its id to another
 
@@ -131,7 +134,7 @@ class Forms:
             return _Results(None)
         kind = type(out) if type(out) in (tuple, list) else None
         found: list[tuple[Form, bool]] = []
-        memory = {t.untyped_storage()._cdata for t in given if self._plain(t)}
+        memory = set(map(self._memory, given))
         for item in (out,) if kind is None else out:
             if not isinstance(item, torch.Tensor) or not plain(item):
                 return None
@@ -200,6 +203,13 @@ def _fields() -> dict[str, Any]:
         found = dict(vars(FakeTensor(FakeTensorMode(), torch.empty(0, device=META), CPU)))
     del found["fake_mode"]
     return found
+
+
+def memory_of(fake_mode: FakeTensorMode, x: torch.Tensor) -> int:
+    """The memory of a tensor, or, of a real one, of the fake one that stands for it in calls."""
+    if not isinstance(x, FakeTensor):
+        x = fake_mode.from_tensor(x)
+    return int(x.untyped_storage()._cdata)
 
 
 def lifted(fake_mode: FakeTensorMode, value: torch.Tensor) -> FakeTensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import chain
 from operator import attrgetter, call, is_
 from types import CellType, FunctionType, MethodType
@@ -54,7 +54,10 @@ class Watch:
             self._lists.append(value)
         elif type(value) is CellType and content:
             self._cells.append(value)
-        elif type(fields) is dict and fields.keys() == content.keys() and not slots(type(value)):
+        elif (
+            type(fields) is dict and fields.keys() == content.keys() and not slots(type(value))
+            and (fields is value or not isinstance(value, Sized))
+        ):  # fmt: skip
             self._dicts.append(fields)
         else:
             self._rest.append(held)
