@@ -30,12 +30,6 @@ OVERWRITTEN = "merakc.overwritten.default"
 SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 
 
-NO_PART = (
-    "in-place write to a tensor that is no part of the model; make it a buffer: of other tensors "
-    "merakc takes the value as it is now"
-)
-
-
 @dataclass(slots=True)
 class Storage:
     """What all views of one piece of memory share."""
@@ -129,8 +123,6 @@ class Aliases:
                 f"the model writes to its parameter '{storage.target}' in its forward; "
                 "move the change out of forward, or make it a buffer"
             )
-        if storage.outside:
-            raise RecordError(NO_PART)
         chain = [alias]
         while chain[-1].parent is not None:
             chain.append(chain[-1].parent)

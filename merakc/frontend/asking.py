@@ -38,6 +38,10 @@ NO_DATA_FLOW = (
 )
 
 UNDRAWN = "numbers are drawn for shapes that all batches share: set dropout=0, or pad and mask"
+NO_PART = (
+    "in-place write to a tensor that is no part of the model",
+    "make it a buffer: of other tensors merakc takes the value as it is now",
+)
 
 
 class SymbolsNeededError(Exception):

@@ -24,9 +24,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import ForwardError, MerakError, RecordError, failure
-from merakc.frontend.aliases import NO_PART
 from merakc.frontend.aside import AsideRecorder
-from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
+from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, NO_PART, UNDRAWN, SymbolsNeededError
 from merakc.frontend.builtin_calls import symbolic_builtins
 from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
@@ -295,8 +294,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             with self:
                 return self.draws.call(func, args, kwargs)
         targets = pytree.tree_leaves(found) if (found := written(func, args, kwargs)) else []
-        if any(not isinstance(t, FakeTensor) for t in targets):
-            raise RecordError(f"{user_line()}: {NO_PART}")
+        if any(not isinstance(t, FakeTensor) or self._alias(t).storage.outside for t in targets):
+            raise self._error(*NO_PART)
         name = normalise.recorded_name(func, args)
         if name == normalise.GROUPED:  # torch's knows no shapes for all dtypes
             func = torch.ops.merakc.grouped_mm.default

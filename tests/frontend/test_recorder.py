@@ -244,7 +244,11 @@ REFUSED = {
     "y * torch.rand(1).item()": "depends on a random number",
     "torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z * 3, (y,))": "higher-order op cond",
     "F.embedding(torch.tensor([1, 2]), s.layer.weight, sparse=True)": "sparse gradients",
-    "OUTSIDE.add_(1) * y": "on a tensor that is no part of the model",
+    "OUTSIDE.add_(1) * y": "write to a tensor that is no part of the model",
+    "OUTSIDE.view(1)[0].add_(1) * y": "write to a tensor that is no part of the model",
+    "OUTSIDE.data.view(1).fill_(3) * y": "write to a tensor that is no part of the model",
+    "OUTSIDE.expand(6).detach().copy_(y) * y": "write to a tensor that is no part of the model",
+    "y * [torch.manual_seed(5), torch.rand(6)][1]": "of numbers that the forward seeds",
 }
 
 

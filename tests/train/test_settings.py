@@ -6,7 +6,7 @@ import copy
 import ctypes
 import multiprocessing
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -57,6 +57,7 @@ def everywhere(z: Tensor) -> Tensor:
 
     z = DERIVED(by_default(PARTLY(z))) * other_settings.FACTOR * late.FACTOR
     z = z * (other_settings.TABLE["factor"] if z.dim() else other_settings.factor_of(z))
+    z = z * getattr(other_settings, "LATER", 1.0) * globals().get("LATEST", 1.0)
     return z * float(os.environ.get("FACTOR", "1"))
 
 
@@ -70,6 +71,8 @@ OUTSIDE: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a module's variable": lambda m: m.setattr(other_settings, "FACTOR", 2.0),
     "a module's mapping": lambda m: m.setitem(other_settings.TABLE, "factor", 2.0),
     "that of one that is imported late": lambda m: m.setattr(settings_module, "FACTOR", 2.0),
+    "one that was not there": lambda m: m.setattr(other_settings, "LATER", 2.0, raising=False),
+    "a global that was not there": lambda m: m.setitem(globals(), "LATEST", 2.0),
     "the environment": lambda m: m.setenv("FACTOR", "2"),
 }
 
@@ -105,6 +108,7 @@ class Free(nn.Module):
         self.constant = torch.ones((), dtype=torch.float64)
         self.act: Any = nn.functional.gelu
         self.more: list[Any] = []
+        self.counter = Counter[str]()
 
     def forward(self, x: Tensor) -> Tensor:
         """A loss."""
@@ -112,7 +116,7 @@ class Free(nn.Module):
         z = z * self._own * self.inner.inner.w * self.constant * WEIGHTS[0]
         for f in self.more:
             z = f(z)
-        return z.square().mean() * getattr(self, "late", 1.0)
+        return z.square().mean() * getattr(self, "late", 1.0) * (1 + self.counter["w"])
 
 
 CHANGES: dict[str, Change] = {
@@ -123,6 +127,9 @@ CHANGES: dict[str, Change] = {
     "an object in an object": lambda m: setattr(m.inner.inner, "w", 2.0),
     "a tensor, replaced": lambda m: setattr(m, "constant", m.constant * 2),
     "a tensor, written to": lambda m: m.constant.mul_(2),
+    "a tensor, unseen": lambda m: m.constant.data.mul_(2),
+    "a tensor, by NumPy": lambda m: m.constant.numpy().__imul__(2),
+    "a counter": lambda m: m.counter.update("w"),
     "a function": lambda m: setattr(m, "act", scaled(2)),
     "one more": lambda m: m.more.append(scaled(2)),
     "a new attribute": lambda m: setattr(m, "late", 2.0),

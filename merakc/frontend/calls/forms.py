@@ -207,6 +207,8 @@ def _fields() -> dict[str, Any]:
 
 def memory_of(fake_mode: FakeTensorMode, x: torch.Tensor) -> int:
     """The memory of a tensor, or, of a real one, of the fake one that stands for it in calls."""
+    if x.layout != torch.strided:
+        return -id(x)
     if not isinstance(x, FakeTensor):
         x = fake_mode.from_tensor(x)
     return int(x.untyped_storage()._cdata)

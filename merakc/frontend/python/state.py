@@ -41,6 +41,7 @@ _ATOMS = frozenset(PLAIN)
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 _FUNCTIONS = (*_WRAPPERS, FunctionType)
+ASKING = frozenset(("getattr", "hasattr", "globals", "vars"))  # by a name that is a text
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES = frozenset(("torch", "builtins", "merakc", "typing", "abc", "enum", "collections"))
@@ -264,11 +265,13 @@ class PythonState:
         self, module: ModuleType, names: tuple[str, ...], space: dict[str, Any]
     ) -> None:
         inside = vars(module)
-        names = tuple(n for n in names if n in inside and (id(inside), n) not in self._inside)
-        self._inside.update((id(inside), n) for n in names)
-        values = [self._looked_up(inside, n) for n in names]
         installed = _is_installed(module.__name__)  # what libraries keep is their own affair
-        held = tuple(
+        names = tuple(n for n in names if (id(inside), n) not in self._inside)
+        later = () if installed else tuple(n for n in names if n not in inside)
+        names = tuple(n for n in names if n in inside)
+        self._inside.update((id(inside), n) for n in (*names, *later))
+        values = [self._looked_up(inside, n) for n in names]
+        held = later + tuple(
             n
             for n, v in zip(names, values, strict=True)
             if v is os.environ or isinstance(v, PLAIN) or (is_data(v) and not installed)
@@ -301,12 +304,15 @@ class PythonState:
 @cache
 def _named_in(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """What some code, and the code in it, has by names: all that it looks up, of attributes too
-    (`helpers.mask`), the globals that it reads or writes, the modules that it imports as it runs.
+    (`helpers.mask`, `getattr(helpers, "mask", None)`), the globals that it reads or writes, the
+    modules that it imports as it runs.
     """
     ops = code.co_code[::2]
+    asks = not ASKING.isdisjoint(code.co_names)
+    asked = [x for x in code.co_consts if asks and isinstance(x, str) and x.isidentifier()]
     own = (
-        code.co_names,
-        named(code, GLOBALS) if not GLOBALS.isdisjoint(ops) else (),
+        (*code.co_names, *asked),
+        [*(named(code, GLOBALS) if not GLOBALS.isdisjoint(ops) else ()), *asked],
         named(code, {IMPORT}) if IMPORT in ops else (),  # in few functions
     )
     inner = [_named_in(c) for c in code.co_consts if isinstance(c, CodeType)]
