@@ -9,7 +9,7 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,7 @@ class Free(nn.Module):
         self.act: Any = nn.functional.gelu
         self.more: list[Any] = []
         self.counter = Counter[str]()
+        self.scale = self.by_one
 
     def forward(self, x: Tensor) -> Tensor:
         """A loss."""
@@ -116,7 +117,12 @@ class Free(nn.Module):
         z = z * self._own * self.inner.inner.w * self.constant * WEIGHTS[0]
         for f in self.more:
             z = f(z)
-        return z.square().mean() * getattr(self, "late", 1.0) * (1 + self.counter["w"])
+        z = z.square().mean() * getattr(self, "late", 1.0) * (1 + self.counter["w"])
+        return self.scale(z)
+
+    def by_one(self, z: Tensor) -> Tensor:
+        """The same."""
+        return z
 
 
 CHANGES: dict[str, Change] = {
@@ -134,6 +140,7 @@ CHANGES: dict[str, Change] = {
     "one more": lambda m: m.more.append(scaled(2)),
     "a new attribute": lambda m: setattr(m, "late", 2.0),
     "a global": lambda _: WEIGHTS.__setitem__(0, 2.0),
+    "another method": lambda m: setattr(m, "scale", MethodType(lambda _, z: z * 2, m)),
     "a hook": lambda m: m.layer.register_forward_hook(lambda _m, _a, out: out * 2),
 }
 

@@ -107,7 +107,7 @@ def content_of(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, (CellType, ContextVar)):
         return _cell(value)
     if isinstance(value, MethodType):
-        return {"": value.__self__}
+        return {"": value.__self__, "func": value.__func__}
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     told = _told(value)
@@ -209,8 +209,8 @@ def content_hash(tensor: Tensor) -> str:
 
 def describe(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
     """All of a value but the identity of its objects and the numbers in its tensors; `leaf` says
-    something else of tensors, and of objects that are not looked into. What an object holds is a
-    hash: objects that many hold are looked into once for each depth.
+    something else of tensors, of modules, and of objects that are not looked into. What an
+    object holds is a hash: objects that many hold are looked into once for each depth.
     """
     return _described(value, leaf, 0, frozenset(), {})
 
@@ -223,6 +223,8 @@ def _described(
         return type(value), value
     if isinstance(value, Tensor):
         return leaf(value) if leaf else ("tensor", tuple(value.shape), value.dtype)
+    if leaf and isinstance(value, nn.Module):  # of which the state is held by itself
+        return type(value), leaf(value)
     key = id(value), depth
     if key in known:
         return type(value), known[key][1]
@@ -308,10 +310,15 @@ def _name_again(names: Names, content: Mapping[str, Any]) -> None:
             delattr(names.space, name)
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a value, in containers and objects too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, PLAIN) and depth <= DEPTH:
-        for item in (content_of(value) or {}).values():
-            yield from tensors_in(item, depth + 1)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, in containers and objects too; each is looked into once."""
+    level, seen = [value], dict[int, Any]()  # with what has the id, which another might get
+    for depth in range(DEPTH + 2):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, Tensor):
+                yield one
+            elif not isinstance(one, PLAIN) and depth <= DEPTH and id(one) not in seen:
+                seen[id(one)] = one
+                below += (content_of(one) or {}).values()
+        level = below

@@ -41,6 +41,10 @@ _ATOMS = frozenset(PLAIN)
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 _FUNCTIONS = (*_WRAPPERS, FunctionType)
+STEPS = (
+    "merakc.train.steps",
+    "merakc.train.data.lent",
+)  # what a model that is trained holds of ours
 ASKING = frozenset(("getattr", "hasattr", "globals", "vars"))  # by a name that is a text
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -178,7 +182,7 @@ class PythonState:
             self._see_function(value)
         if type(value) in _TENSORS:
             value = vars(value)  # what users have set on it
-        if id(value) in self._held or depth > DEPTH:
+        if id(value) in self._held or depth > DEPTH or type(value).__module__.startswith(STEPS):
             return
         content = content_of(value)
         if content is None:
