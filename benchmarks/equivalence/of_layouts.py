@@ -28,11 +28,13 @@ from benchmarks.layouts import Difference, Task, train_layout, train_twice, wors
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
+from benchmarks.zoo_models import ZOO
 from merakc.errors import MerakError
 from merakc.ir.program import Mesh
 
 # (dp, tp, pp)
 LAYOUTS = "1,1,1;2,1,1;1,2,1;1,1,2;1,1,4;2,2,1;1,2,2;2,1,2;2,2,2"
+CASES = {**ZOO, **MODELS}
 MICRO_BATCHES = 4
 STEPS = 3
 CAST_BOUND = 1e-5  # float32 has seven digits, and four layers of sums lose two
@@ -42,7 +44,10 @@ TABLE_WIDTH = 150  # nine layouts with two figures each
 
 @dataclass(frozen=True)
 class LayoutCell(Cell):
-    """One model in one layout. `cast_error` is of the run with the model's float32 casts kept."""
+    """One model in one layout. `cast_error` is of the run with the model's float32 casts kept.
+
+    Where ranks share more than weights (`axis`), dp shards the optimizer's state.
+    """
 
     model: str
     layout: tuple[int, int, int]
@@ -74,7 +79,7 @@ class LayoutCell(Cell):
 
 def measure_cell(cell: LayoutCell, lift: bool | None, timeout_s: float) -> LayoutCell:
     """Trains one cell on forked ranks; `lift` picks one of the two comparisons, None both."""
-    casts = MODELS[cell.model].casts_float32
+    casts = CASES[cell.model].casts_float32
     if lift is not False or not casts:
         cell = run_cell(cell, partial(_compare_twice, cell, casts, timeout_s), (MerakError,))
     if casts and lift is not True and not (cell.refused or cell.failed):
@@ -100,14 +105,15 @@ def _compare_casts(cell: LayoutCell, timeout_s: float) -> dict[str, Any]:
 
 def _task(cell: LayoutCell, lift: bool) -> Task:
     mesh = Mesh(*cell.layout)
-    return Task(MODELS[cell.model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift,
-                axis=cell.axis)  # fmt: skip
+    shards = "zero-1" if mesh.dp > 1 and cell.axis != "tp" else None
+    return Task(CASES[cell.model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift,
+                axis=cell.axis, state_shards=shards)  # fmt: skip
 
 
 def _difference(
     cell: LayoutCell, lift: bool, results: Sequence[Reference], bound: float
 ) -> Difference:
-    dp = cell.layout[0] if MODELS[cell.model].running_statistics else 1
+    dp = cell.layout[0] if CASES[cell.model].running_statistics else 1
     losses = [result.losses for result in results]
     return worst_difference(results[0], losses, _reference(cell.model, lift, dp), bound)
 
@@ -115,7 +121,7 @@ def _difference(
 @cache
 def _reference(model: str, lift: bool, dp: int) -> Reference:
     return train_reference(
-        MODELS[model],
+        CASES[model],
         batch_size=BATCH_SIZE,
         micro_batches=MICRO_BATCHES,
         steps=STEPS,
@@ -160,7 +166,7 @@ sides. Every training ran twice and was compared bit by bit.
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(EQUIVALENCE_MODELS),
     layouts: Annotated[str, typer.Option(help="dp,tp,pp;dp,tp,pp;...")] = LAYOUTS,
-    axis: Annotated[str, typer.Option(help="tp, or cp in its place: sequences.")] = "tp",
+    axis: Annotated[str, typer.Option(help="tp, or in its place cp or ep.")] = "tp",
     json_path: JsonPath = None,
     lift: Annotated[
         bool | None,
