@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
+from merakc.equality.casts import lifted_casts
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -41,3 +45,41 @@ def test_training_equals_one_process(model: str, mesh: Mesh, options: dict[str, 
     found = run_ranks(mesh.world_size, partial(train_layout, task))
     losses = [f.losses for f in found]
     assert worst_difference(found[0], losses, _reference(model), 1e-10).error < 1e-10
+
+
+Figures = list[tuple[float, float]]
+
+
+def _goes_on(folder: Path, options: dict[str, Any], steps: range) -> Figures:
+    """Losses and norms of some steps, from what is in the folder; which holds what they leave."""
+    case = MODELS["mixtral"]
+    with lifted_casts():
+        model, batch = case.model(torch.float64), case.batch(BATCH_SIZE, torch.float64)
+        if options:
+            model = merakc.auto_parallel(
+                model, batch, dp=1, pp=1, micro_batches=2, cluster=NOMINAL_CPU, **options
+            )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if steps.start:
+            merakc.load(folder, model, optimizer)
+        found = []
+        for step in steps:
+            loss = model(**case.batch(BATCH_SIZE, torch.float64, seed=step))["loss"]
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            found.append((loss.item(), float(norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if not steps.start and options:
+            merakc.save(folder, model, optimizer)
+    return found
+
+
+def test_a_checkpoint_goes_on_with_other_ranks_of_experts(tmp_path: Path) -> None:
+    """And weights are clipped by the norm of all experts."""
+    wanted = _goes_on(tmp_path, {}, range(4))
+    assert run_ranks(2, _goes_on, tmp_path, {"ep": 2}, range(2))[0][1] == pytest.approx(wanted[1])
+    for ranks, options in ((4, {"ep": 4}), (2, {"tp": 2}), (1, {"tp": 1})):
+        found = run_ranks(ranks, _goes_on, tmp_path, options, range(2, 4))[0]
+        for own, other in zip(found, wanted[2:], strict=True):
+            assert own == pytest.approx(other, rel=1e-10)
