@@ -70,7 +70,8 @@ def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
     every, layouts, sequences = 0, dict(sharding.layouts), []
     for sequence in sharding.sequences:
         blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
-        own, weights = dispatched(problem.dims, blocks, sharding.tp)
+        parts = sequence.layouts.values()
+        own, weights = dispatched(problem.dims, blocks, sharding.tp, parts)
         layouts |= weights
         every += len(blocks)
         sequences.append(replace(sequence, dispatched=own))

@@ -23,15 +23,19 @@ EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
 
 
 def dispatched(
-    dims: Dims, blocks: Collection[Experts], ranks: int
+    dims: Dims, blocks: Collection[Experts], ranks: int, parts: Collection[Layout]
 ) -> tuple[tuple[Dispatched, ...], dict[Ref, Layout]]:
-    """The parts of blocks that run on ranks of experts, and the layouts of their weights.
+    """The parts of blocks that run on ranks of experts, and the layouts of their weights; `parts`
+    are the layouts of what the ranks have parts of.
 
     Raises `ShardError` where there are fewer experts than ranks, or weights that something else
     reads, or that are no parameters.
     """
     graph = dims.graph
     makers = {n.name: n for n in graph.nodes}
+    sizes = set(_numbers([(n.args, n.kwargs) for n in graph.nodes]))
+    sizes.update(n for spec in graph.specs().values() for n in spec.shape)
+    sizes.update(n for lay in set(parts) for r in range(ranks) for n in lay.local_shape(ranks, r))
     found: list[Dispatched] = []
     layouts: dict[Ref, Layout] = {}
     for block in blocks:
@@ -47,7 +51,7 @@ def dispatched(
         if strange := sorted(exits - set(block.grouped)):
             at = makers[strange[0]]
             raise ShardError(f"{at.op} at {at.source} is read beside its experts; use ep=1")
-        rows = _rows(graph, -(-dims.shapes[block.ids][0] // ranks))
+        rows = _rows(sizes, -(-dims.shapes[block.ids][0] // ranks))
         found.append(Dispatched(sent, exits, block.sorted_rows, block.ends, experts, rows))
     inside = frozenset[str]().union(*(one.nodes for one in found))
     chains = {ref.node for ref in layouts}
@@ -102,10 +106,8 @@ def _layouts_of(
     )
 
 
-def _rows(graph: Graph, least: int) -> int:
-    """The first prime from `least` on of which no size in the graph is a multiple."""
-    sizes = set(_numbers([(n.args, n.kwargs) for n in graph.nodes]))
-    sizes.update(n for spec in graph.specs().values() for n in spec.shape)
+def _rows(sizes: Collection[int], least: int) -> int:
+    """The first prime from `least` on of which none of the sizes is a multiple."""
     found = max(least, 3)
     while any(found % k == 0 for k in range(2, int(found**0.5) + 1)) or any(
         n % found == 0 for n in sizes if n
