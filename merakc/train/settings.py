@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zlib_ng import zlib_ng
 
 from merakc.frontend.python.content import (
     RANDOM,
@@ -19,6 +18,8 @@ from merakc.frontend.python.content import (
 )
 from merakc.frontend.python.state import Change, PythonState
 from merakc.frontend.python.watch import Watch
+from merakc.runtime.part import plain
+from merakc.runtime.state import crc_of
 
 # What never changes, and what advances by itself: a forward that draws from it is refused.
 _UNWATCHED = (tuple, FunctionType, MethodType, *RANDOM)
@@ -41,7 +42,7 @@ class Settings:
     def _begin(self) -> None:
         self._first = self._look()
         self._code = list(self._first.code())
-        self._written = {name: (x, _marks(x)) for name, x in self._first.tensors()}
+        self._written = {name: (x, marks(x)) for name, x in self._first.tensors()}
         self._before = self._key  # what was changed until then
 
     def modes(self) -> tuple[bool, ...]:
@@ -58,7 +59,7 @@ class Settings:
         if self._moved():
             self._look()
             found = {c.name: c.after for c in self._first.changes() if self._counts(c)}
-            written = {n: x for n, (x, before) in self._written.items() if _marks(x) != before}
+            written = {n: x for n, (x, before) in self._written.items() if marks(x) != before}
             code = zip(count(), self._code, self._first.code(), strict=False)
             others = {f"code {k}": now for k, before, now in code if now is not before}
             found |= {f"order of {name}": keys for name, keys in self._first.orders()}
@@ -80,14 +81,14 @@ class Settings:
         self._last = PythonState(self._model)
         self._watch = Watch(self._last.held(), RANDOM)
         self._tensors = [x for _, x in self._last.tensors()]
-        self._versions, self._led = list(map(_marks, self._tensors)), list(self._last.ways())
+        self._versions, self._led = list(map(marks, self._tensors)), list(self._last.ways())
         return self._last
 
     def _moved(self) -> bool:
         """Whether anything has been replaced, added, taken away or written to since."""
         return (
             self._watch.moved()
-            or list(map(_marks, self._tensors)) != self._versions
+            or list(map(marks, self._tensors)) != self._versions
             or not all(map(is_, self._last.ways(), self._led))
         )
 
@@ -108,16 +109,13 @@ class Settings:
         return number
 
 
-def _marks(tensor: Tensor) -> tuple[int, int, bool]:
+def marks(tensor: Tensor) -> tuple[int, int, bool]:
     """How often a tensor was written to, and whether it requires a gradient. Writes by `.data` or
     NumPy are not counted: of a tensor on the CPU, a checksum too (30 GB/s).
     """
-    version = 0 if tensor.is_inference() else tensor._version
-    return version, _checksum(tensor), tensor.requires_grad
-
-
-def _checksum(tensor: Tensor) -> int:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
-        return 0
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return int(zlib_ng.crc32(data.view(torch.uint8).numpy()))
+    known = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not known:
+        checksum = 0
+    else:
+        checksum = crc_of(plain(tensor))
+    return 0 if tensor.is_inference() else tensor._version, checksum, tensor.requires_grad

@@ -33,6 +33,7 @@ from merakc.train.outside.deferred import (
 from merakc.train.outside.results import share_results
 from merakc.train.outside.tape import EXTRA, PLAIN, Noted, Replay, Tape, ValuesWantedError
 from merakc.train.outside.watching import REMEDY, writes
+from merakc.train.settings import marks
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -101,9 +102,8 @@ class Pending:
         """
         steps = self.steps
         held = [t for name, t in steps.state.items() if name not in self.step.written]
-        batch = [x for x in pytree.tree_leaves((self.args, self.kwargs))
-                 if isinstance(x, torch.Tensor)]  # fmt: skip
-        versions = [0 if t.is_inference() else t._version for t in batch]
+        given = pytree.tree_leaves((self.args, self.kwargs))
+        versions = [marks(x) for x in given if isinstance(x, torch.Tensor)]
         unread = held if len(self.there) < len(self.names) else []
         weights = [t._version for t in held] if self.trains else [crc_of(plain(t)) for t in unread]
         seen = steps.settings.changed() if settings is None else settings

@@ -35,6 +35,7 @@ from merakc.train.outside.watching import (
     with_open_size,
     writes,
 )
+from merakc.train.settings import marks
 
 # The keyword by which tensors of the user's that such calls read are given to the forward.
 EXTRA = "outside_tensors"
@@ -125,7 +126,7 @@ class Tape:
     device: torch.device
     calls: list[Noted] = field(default_factory=list)
     extras: list[torch.Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of these, when they were read
+    marks: list[tuple[int, int, bool]] = field(default_factory=list)  # of these, when read
     makers: dict[int, Noted] = field(default_factory=dict)  # by place
     mode: FakeTensorMode | None = None  # where a call was noted
     own: set[int] = field(default_factory=set)  # places of values that are surely no views
@@ -303,7 +304,7 @@ class Tape:
             if id(tensor) not in numbers:
                 numbers[id(tensor)] = len(self.extras)
                 self.extras.append(tensor)
-                self.versions.append(tensor._version)
+                self.marks.append(marks(tensor))
 
         def slot(leaf: Any) -> Any:
             if isinstance(leaf, Deferred):
@@ -336,7 +337,7 @@ class Tape:
     def check_unchanged(self, calls: Sequence[Noted]) -> None:
         """Raises `ConfigError` where a tensor that calls have read was written to since."""
         for number in {k for c in calls for k in c.extras()}:
-            if self.extras[number]._version != self.versions[number]:
+            if marks(self.extras[number]) != self.marks[number]:
                 raise ConfigError(
                     f"a tensor of shape {list(self.extras[number].shape)} that the loss is made "
                     "with was written to before loss.backward(); give the loss a copy of it"
