@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,6 +149,13 @@ def test_draws_are_those_of_the_step() -> None:
     assert losses[0] != losses[1]
 
 
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "labels": lambda y: y.fill_(0),
+    "labels by .data": lambda y: y.data.fill_(0),
+    "labels by NumPy": lambda y: y.numpy().fill(0),
+}
+
+
 def backward_of(what: str, model: ParallelModel) -> None:
     """Does something that no step would hear of, or that it cannot know."""
     logits = model(X)
@@ -170,6 +178,11 @@ def backward_of(what: str, model: ParallelModel) -> None:
         loss.backward()
     elif what == "inputs":
         loss.backward(inputs=[model.get_parameter("last.bias")])
+    elif what in WRITES:
+        labels = Y.clone()
+        loss = F.cross_entropy(logits, labels)
+        WRITES[what](labels)
+        loss.backward()
     elif what == "another step":
         other = model(X)
         loss.backward()
@@ -187,6 +200,7 @@ def backward_of(what: str, model: ParallelModel) -> None:
         ("other weights", "were changed between the call"),
         ("evaluation", "were changed between the call"),
         ("inputs", "with inputs"),
+        *((name, "was written to before loss.backward") for name in WRITES),
         ("another step", "computed from an output of the model outside the step|in the order"),
     ],
 )
