@@ -118,7 +118,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 SENT_BYTES = 3 * (64 // 4) * LENGTH * WIDTH * 8
-"""Three messages, on a machine that does other work too: what a rank holds for as long as its neighbor has not taken them."""
+"""Three messages: what a rank holds for as long as a busy neighbor has not taken them."""
 
 
 def on_ranks() -> list[tuple[Found, Found]]:
