@@ -28,7 +28,7 @@ CASES = [
 
 
 @cache
-def _reference(model: str) -> Reference:
+def reference(model: str) -> Reference:
     return train_reference(
         MODELS[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=STEPS,
         lift_casts=True,
@@ -43,7 +43,7 @@ def test_training_equals_one_process(model: str, mesh: Mesh) -> None:
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))
     losses = [f.losses for f in found]
-    assert worst_difference(found[0], losses, _reference(model), 1e-10).error < 1e-10
+    assert worst_difference(found[0], losses, reference(model), 1e-10).error < 1e-10
 
 
 class Mixes(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
 from merakc.equality.casts import lifted_casts
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
+from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS, reference
 
-STEPS, BATCH_SIZE, MICRO_BATCHES = 2, 8, 4
 CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("mixtral", Mesh(tp=4), {}),
     ("mixtral", Mesh(tp=2, pp=2), {"recompute": "full"}),
@@ -26,14 +25,6 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("mixtral", Mesh(tp=2), {"recompute": "full"}),
     ("mixtral", Mesh(tp=2), {"recompute": "selective", "overlap": 2}),
 ]
-
-
-@cache
-def _reference(model: str) -> Reference:
-    return train_reference(
-        MODELS[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=STEPS,
-        lift_casts=True,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "mesh", "options"), CASES, ids=str)
@@ -44,7 +35,7 @@ def test_training_equals_one_process(model: str, mesh: Mesh, options: dict[str, 
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))
     losses = [f.losses for f in found]
-    assert worst_difference(found[0], losses, _reference(model), 1e-10).error < 1e-10
+    assert worst_difference(found[0], losses, reference(model), 1e-10).error < 1e-10
 
 
 Figures = list[tuple[float, float]]
