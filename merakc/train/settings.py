@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from merakc.frontend.python.content import (
     RANDOM,
@@ -113,9 +114,19 @@ def marks(tensor: Tensor) -> tuple[int, int, bool]:
     """How often a tensor was written to, and whether it requires a gradient. Writes by `.data` or
     NumPy are not counted: of a tensor on the CPU, a checksum too (30 GB/s).
     """
-    known = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or not known:
-        checksum = 0
-    else:
-        checksum = crc_of(plain(tensor))
+    with _disable_current_modes():  # a mode of the user's does not see it
+        checksum = _checksum(tensor)
     return 0 if tensor.is_inference() else tensor._version, checksum, tensor.requires_grad
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of a tensor's elements; of one that is made of others, of theirs; 0 if they can't be read."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return hash(tuple(_checksum(getattr(tensor, name)) for name in names))
+    empty = torch._C._dispatch_keys(tensor).has("Python")
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or empty:
+        return 0
+    if tensor.is_nested or tensor.is_quantized:
+        return crc_of(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
+    return crc_of(plain(tensor).resolve_conj().resolve_neg())

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import merakc
 from merakc.errors import MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.settings import Settings
+from merakc.train.settings import Settings, marks
 from tests.train import other_settings, settings_module
 
 WEIGHTS = [1.0]
@@ -238,3 +240,29 @@ def test_forms_and_orders_are_seen(name: str) -> None:
     assert settings.changed() == ()
     FORMS[name](model)
     assert settings.changed() != ()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of nested and quantized tensors
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: TwoTensor(x.clone(), x),
+        lambda x: torch.nested.as_nested_tensor([x, x[:2]]),
+        lambda x: torch.nested.as_nested_tensor([x, x[:2]], layout=torch.jagged),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+    ],
+    ids=["plain", "of two", "nested", "jagged", "quantized", "conjugated", "negated"],
+)
+def test_marks_of_tensors_of_every_kind(make: Callable[[Tensor], Tensor]) -> None:
+    one, same = (marks(make(torch.ones(3))) for _ in range(2))
+    assert one == same != marks(make(torch.full((3,), 2.0)))
+
+
+def test_tensors_without_elements_have_marks() -> None:
+    with FakeTensorMode():
+        fake, real = marks(torch.ones(3)), marks(torch.nn.Parameter(torch.ones(3)))
+    assert fake[1] == 0 == marks(torch.ones(3, device="meta"))[1]
+    assert real[2]
