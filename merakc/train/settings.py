@@ -119,7 +119,7 @@ def marks(tensor: Tensor) -> tuple[int, int, bool]:
     return 0 if tensor.is_inference() else tensor._version, checksum, tensor.requires_grad
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: Any) -> int:
     """Of a tensor's elements; of one that is made of others, of theirs; 0 if they can't be read."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
