@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.costs.work.flops import node_flops
 from merakc.errors import MerakError, RecordError
 from merakc.frontend.aside import Aside
 from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.calls.around import check_around
+from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.calls.generators import DrawnError
 from merakc.frontend.calls.refusals import check_modules
 from merakc.frontend.carried import Leftovers
@@ -217,7 +217,7 @@ def _record(
 ) -> Recording:
     """One attempt."""
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    fake_mode = new_fake_mode(env)
     fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
     modes |= {"settling": how.settling}
     first, second = (

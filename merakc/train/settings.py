@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count
-from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,8 +16,8 @@ from merakc.frontend.python.content import (
     content_hash,
     describe,
 )
-from merakc.frontend.python.state import Change, PythonState
-from merakc.frontend.python.watch import Watch
+from merakc.frontend.python.state import Change
+from merakc.frontend.python.watch import WatchedState
 from merakc.runtime.part import plain
 from merakc.runtime.state import crc_of
 
@@ -78,20 +77,15 @@ class Settings:
         if self._moved():
             self._begin()
 
-    def _look(self) -> PythonState:
-        self._last = PythonState(self._model)
-        self._watch = Watch(self._last.held(), RANDOM)
-        self._tensors = [x for _, x in self._last.tensors()]
-        self._versions, self._led = list(map(marks, self._tensors)), list(self._last.ways())
-        return self._last
+    def _look(self) -> WatchedState:
+        self.state = WatchedState(self._model)
+        self._tensors = [x for _, x in self.state.tensors()]
+        self._versions = list(map(marks, self._tensors))
+        return self.state
 
     def _moved(self) -> bool:
         """Whether anything has been replaced, added, taken away or written to since."""
-        return (
-            self._watch.moved()
-            or list(map(marks, self._tensors)) != self._versions
-            or not all(map(is_, self._last.ways(), self._led))
-        )
+        return self.state.moved(drawn=False) or list(map(marks, self._tensors)) != self._versions
 
     def _counts(self, change: Change) -> bool:
         return not (

@@ -105,6 +105,7 @@ class Steps:
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
         self.settings = Settings(WithLoss(self.source, self.loss))
+        self.compared.state = self.settings.state
         self.agreement = Agreement(self.groups, warn=warn_of_same if not self.groups.rank else None)
         living.add(self)
 

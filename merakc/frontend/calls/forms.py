@@ -6,6 +6,7 @@ a fraction of the time in which torch finds out what they look like.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from merakc.frontend.replaced import replaced
 from merakc.kernels.draws import KEY_POSITION
 
 _NUMBERS = frozenset((int, float, bool, type(None)))
@@ -165,6 +167,19 @@ class Forms:
         if isinstance(arg, (list, tuple)):
             return tuple([self._form(a) for a in arg])
         return type(arg), arg
+
+
+def new_fake_mode(shape_env: Any = None) -> FakeTensorMode:
+    """A mode in which calls are run on tensors that hold nothing; real ones may be among them.
+
+    Without torch's cache of what calls return: what is known of a call is kept here, and that one
+    grows with every shape. And without the stack of where it was made: it holds half a megabyte of
+    source.
+    """
+    with replaced(traceback, "extract_stack", traceback.StackSummary):
+        made = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    made.cache_enabled = False
+    return made
 
 
 def make_meta(form: Form, _: torch.Tensor | None) -> torch.Tensor:

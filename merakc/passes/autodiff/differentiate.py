@@ -21,11 +21,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from merakc.errors import RecordError, failure
+from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.carried import check_repeats
 from merakc.frontend.functions import Apply, unchanged_arguments
 from merakc.frontend.python.fingerprint import ADDRESS
@@ -132,7 +132,7 @@ def _trace(
         if all(n.op.startswith(OWN) and not n.op.startswith(OPAQUES) for n in graph.nodes):
             with suppress(UnclearError, RuntimeError):
                 return _by_call(graph, wanted, list(zip(roots, tangents, strict=True)), found)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = new_fake_mode()
         with mode:
             made = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in given]
         values, seeds = made[: len(free)], made[len(free) :]

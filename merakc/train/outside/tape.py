@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import ConfigError
+from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.source import REPEATS, user_line
 from merakc.frontend.values.outside import LossAndOutputs, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
@@ -141,7 +142,7 @@ class Tape:
         not help.
         """
         if self.mode is None:
-            self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self.mode = new_fake_mode()
             self.forms = [self._fake_output(x) for x in self.forms]
         args = with_open_size(func, args)
         try:
