@@ -22,19 +22,24 @@ _OURS = (
 )
 INSTALLED = (*LIBRARIES, STDLIB)
 # Code that makes calls of the user's again: `line` in its frames says where they were made first.
-# By its id, since to hash code takes long.
 REPEATS: dict[int, CodeType] = {}
+_PASSING: dict[int, tuple[CodeType, bool]] = {}
+MOST_CODE = 4096
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
 def user_line() -> str:
     """`file:line` of the innermost frame outside torch and the recorder; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _passes_on(frame.f_code):
-        if id(frame.f_code) in REPEATS:
+    while frame is not None:  # a dozen of them for every call that is recorded
+        code = frame.f_code
+        known = _PASSING.get(id(code)) or _passing(code)
+        if not known[1]:
+            return f"{code.co_filename}:{frame.f_lineno}"
+        if id(code) in REPEATS:
             return str(frame.f_locals["line"])
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    return ""
 
 
 def is_users(code: CodeType) -> bool:
@@ -59,7 +64,14 @@ def _passes_on(code: CodeType) -> bool:
     return _is_ours(code.co_filename) or code.co_name in _HOOKS
 
 
-@lru_cache(maxsize=4096)
+def _passing(code: CodeType) -> tuple[CodeType, bool]:
+    """The code, with whether it passes calls on, kept by its id: to hash code takes long."""
+    if len(_PASSING) >= MOST_CODE:
+        _PASSING.clear()
+    return _PASSING.setdefault(id(code), (code, _passes_on(code)))
+
+
+@lru_cache(maxsize=MOST_CODE)
 def _is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 

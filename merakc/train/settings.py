@@ -79,13 +79,15 @@ class Settings:
 
     def _look(self) -> WatchedState:
         self.state = WatchedState(self._model)
-        self._tensors = [x for _, x in self.state.tensors()]
-        self._versions = list(map(marks, self._tensors))
+        self._versions = self._marks()
         return self.state
+
+    def _marks(self) -> list[tuple[int, int, bool]]:
+        return [marks(tensor) for _, tensor in self.state.tensors()]
 
     def _moved(self) -> bool:
         """Whether anything has been replaced, added, taken away or written to since."""
-        return self.state.moved(drawn=False) or list(map(marks, self._tensors)) != self._versions
+        return self.state.moved(drawn=False) or self._marks() != self._versions
 
     def _counts(self, change: Change) -> bool:
         return not (

@@ -9,7 +9,7 @@ from operator import attrgetter, call, is_
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from merakc.frontend.python.content import MISSING, RANDOM, Names, slots
 from merakc.frontend.python.state import Change, Held, PythonState, differences, order_of
@@ -112,7 +112,11 @@ class WatchedState(PythonState):
         alone = [held for held in self.held() if held.names_alone]
         self._states = [(held.value, held.content) for held in alone]
         self._watch = Watch(self.held())
-        self._way = list(self.ways())
+        self._way, self._tensors = list(self.ways()), list(super().tensors())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in it but parameters and buffers, by name."""
+        return iter(self._tensors)
 
     def again(self, model: nn.Module) -> WatchedState:
         """The state now; that of a model and its loss is that of the model alone, too."""
