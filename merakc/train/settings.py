@@ -87,7 +87,8 @@ class Settings:
 
     def _moved(self) -> bool:
         """Whether anything has been replaced, added, taken away or written to since."""
-        return self.state.moved(drawn=False) or self._marks() != self._versions
+        moved = self.state.moved(drawn=False) or self.state.rewired()
+        return moved or self._marks() != self._versions
 
     def _counts(self, change: Change) -> bool:
         return not (

@@ -130,7 +130,7 @@ class WatchedState(PythonState):
                 for states, content in self._states
             )
         )
-        if not same or self.moved():
+        if not same or self.rewired() or self.moved():
             return WatchedState(model)
         self._caches = {function: function.cache_info() for function in self._caches}
         return self
@@ -139,7 +139,11 @@ class WatchedState(PythonState):
         """Whether anything has, beside which tensors the parameters and buffers are; without
         `drawn`, generators of random numbers may.
         """
-        return self._watch.moved(drawn=drawn) or not all(map(is_, self.ways(), self._way))
+        return self._watch.moved(drawn=drawn)
+
+    def rewired(self) -> bool:
+        """Whether functions and modules lead to other objects than they did."""
+        return not all(map(is_, self.ways(), self._way))
 
     def changes(self) -> list[Change]:
         """What was assigned, added, taken away or advanced since."""
