@@ -7,6 +7,7 @@ It saves as it goes; started again, on any number of ranks, it goes on from the 
 
 import argparse
 import sysconfig
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -42,14 +43,9 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (
 
 step = 0
 if merakc.latest(given.folder) is not None:
-    step = merakc.load(given.folder, model, optimizer, scheduler).step
+    step = merakc.load(given.folder, model, optimizer, scheduler, extra=loader).step
 while step < given.steps:
-    loader.batch_sampler.epoch, passed = divmod(step, len(loader))
-    for k, some in enumerate(loader):
-        if step == given.steps:
-            break
-        if k < passed:  # before the save
-            continue
+    for some in islice(loader, given.steps - step):  # an epoch, or what is left of it
         loss = model(**some).loss
         loss.backward()
         model.clip_grad_norm_(1.0)
@@ -60,4 +56,5 @@ while step < given.steps:
         if model.rank == 0 and step % 10 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
         if step % given.save_every == 0:
-            merakc.save(f"{given.folder}/step-{step}", model, optimizer, scheduler, keep_last=2)
+            folder = f"{given.folder}/step-{step}"
+            merakc.save(folder, model, optimizer, scheduler, extra=loader, keep_last=2)

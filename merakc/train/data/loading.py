@@ -6,7 +6,7 @@ one process would have read, whatever dp is: its samples in blocks, one for each
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -80,12 +80,13 @@ def dataloader(
     seed: int = 0,
     drop_last: bool = False,
     **options: Any,
-) -> DataLoader[Any]:
+) -> Loader:
     """A `DataLoader` of this rank's part of each global batch.
 
     `batch_size` is the whole job's: an epoch is the same batches of samples for every dp. Each new
-    epoch is shuffled anew where `shuffle` asks for it; `loader.batch_sampler.epoch` counts them,
-    and may be set, as to go on from a checkpoint. All ranks must read epochs in the same order.
+    epoch is shuffled anew where `shuffle` asks for it. All ranks must read epochs in the same
+    order. The loader has a `state_dict()`, as of `merakc.save(..., extra=loader)`: a run goes on
+    within an epoch, behind the batches that it has read, on any dp.
 
     Args:
         dataset: it has a length, and samples by number.
@@ -101,13 +102,49 @@ def dataloader(
     batches = Dealt(len(dataset), *_place(model), batch_size=batch_size)
     batches.shuffle, batches.seed, batches.drop_last = shuffle, seed, drop_last
     batches.check()
-    return DataLoader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+    return Loader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+
+
+class Loader(DataLoader[Any]):
+    """A loader that knows how far it was read, and goes on from there."""
+
+    batch_sampler: Dealt
+    _read: tuple[int, int] | None = None  # the epoch, and how many of its batches
+
+    def __iter__(self) -> Any:
+        """An epoch, or the rest of one."""
+        epoch, first = self.batch_sampler.epoch, self.batch_sampler.first
+        self._read = epoch, first
+        for k, batch in enumerate(super().__iter__(), start=first + 1):
+            self._read = epoch, k
+            yield batch
+        self._read = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it was read, and of what: the same on all ranks."""
+        dealt = self.batch_sampler
+        epoch, batches = self._read or (dealt.epoch, dealt.first)
+        return {"epoch": epoch, "batches": batches, **dealt.order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another was; raises `ConfigError` where its batches were others."""
+        own = self.batch_sampler.order()
+        others = [f"{k} {state.get(k)}, and {v} here" for k, v in own.items() if state.get(k) != v]
+        if others:
+            raise ConfigError(
+                f"a data loader cannot go on where another was, of other batches: "
+                f"{'; '.join(others)}. Make it as that one was made, or begin an epoch: set "
+                "loader.batch_sampler.epoch"
+            )
+        self.batch_sampler.epoch, self.batch_sampler.first = state["epoch"], state["batches"]
+        self._read = None
 
 
 class Dealt(Sampler[list[int]]):
     """The numbers of this dp rank's samples of each global batch."""
 
-    shuffle, seed, drop_last, epoch = False, 0, False, 0
+    shuffle, seed, drop_last = False, 0, False
+    epoch, first = 0, 0  # of the next iteration: the epoch, and its first batch
 
     def __init__(self, samples: int, rank: int, size: int, *, batch_size: int) -> None:
         self.samples, self.rank, self.size, self.batch_size = samples, rank, size, batch_size
@@ -123,20 +160,30 @@ class Dealt(Sampler[list[int]]):
                     "drop_last=True, another batch_size, or auto_parallel a smaller dp"
                 )
 
+    def order(self) -> dict[str, Any]:
+        """All that the batches of an epoch follow from, on every dp."""
+        return {
+            "samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle,
+            "seed": self.seed, "drop_last": self.drop_last,
+        }  # fmt: skip
+
     def __len__(self) -> int:
         """The batches of an epoch."""
         full, rest = divmod(self.samples, self.batch_size)
         return full + bool(rest and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """An epoch; the next one counts one more."""
-        agree(lambda: {"the data loader's epoch": f"epoch {self.epoch}, seed {self.seed}"})
+        """An epoch, from its `first` batch on; the next one counts one more."""
+        epoch, first = self.epoch, self.first
+        place = f"epoch {epoch}, batch {first}, seed {self.seed}"
+        agree(lambda: {"the data loader's epoch": place})
         order = torch.arange(self.samples)
         if self.shuffle:
-            drawn = torch.Generator().manual_seed(self.seed + self.epoch)
+            drawn = torch.Generator().manual_seed(self.seed + epoch)
             order = torch.randperm(self.samples, generator=drawn)
-        self.epoch += 1
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
+        self.epoch, self.first = epoch + 1, 0
+        for k in range(first, len(self)):
+            start = k * self.batch_size
             batch = order[start : start + self.batch_size].tolist()
             first, last = block_bounds(len(batch), self.size, self.rank)
             yield batch[first:last]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import merakc
 from merakc.equality.ranks import run_ranks
 from merakc.errors import ConfigError, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.data.loading import Dealt
+from merakc.train.data.loading import Dealt, Loader
 
 SAMPLES, WIDTH = 23, 6
 
@@ -88,6 +89,53 @@ def test_every_sample_is_read_once() -> None:
         assert len(ranks[0]) == 5
     ranks[0].drop_last = True
     assert len([*ranks[0]]) == len(ranks[0]) == 4
+
+
+@dataclass
+class Place:
+    """A data-parallel rank, and how many there are."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+
+
+def loaders(size: int, **options: Any) -> list[Loader]:
+    places = [Place(rank, size) for rank in range(size)]
+    return [merakc.dataloader([*range(SAMPLES)], p, 5, shuffle=True, **options) for p in places]
+
+
+def whole(ranks: list[Loader], most: int | None = None) -> list[list[int]]:
+    """The next batches, put together of what the ranks read."""
+    return [torch.cat(b).tolist() for b in islice(zip(*ranks, strict=True), most)]
+
+
+def test_an_epoch_goes_on_where_it_was_left_on_another_dp() -> None:
+    (alone,) = loaders(1)
+    epochs = [whole([alone]) for _ in range(3)]
+    assert epochs[0] != epochs[1]
+    ranks = loaders(2, num_workers=2)  # which read ahead
+    assert whole(ranks) == epochs[0]
+    assert ranks[0].state_dict() == loaded(ranks[1])[0].state_dict()  # between two epochs
+    assert whole(loaded(ranks[0])) == epochs[1]
+    assert whole(ranks, 2) == epochs[1][:2]
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+    others = loaded(ranks[0])
+    assert whole(others) == epochs[1][2:]
+    assert whole(others) == epochs[2]
+    assert whole(loaded(ranks[0]), 1) == epochs[1][2:3]
+    assert whole(loaded(loaded(ranks[0])[0])) == epochs[1][2:]  # before any is read
+    with pytest.raises(ConfigError, match="batch_size 5, and 4 here"):
+        merakc.dataloader([*range(SAMPLES)], Place(0, 1), 4, shuffle=True).load_state_dict(
+            ranks[0].state_dict()
+        )
+
+
+def loaded(other: Loader) -> list[Loader]:
+    """Three ranks that go on where another was."""
+    ranks = loaders(3)
+    for loader in ranks:
+        loader.load_state_dict(other.state_dict())
+    return ranks
 
 
 def test_what_would_leave_ranks_without_samples_is_refused() -> None:
