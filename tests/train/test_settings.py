@@ -69,6 +69,7 @@ OUTSIDE: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "options": lambda m: m.setattr(OPTIONS, "factor", 2.0),
     "a partial's keyword": lambda m: m.setitem(PARTLY.keywords, "other", 2.0),
     "a default": lambda m: m.setattr(by_default, "__defaults__", (2.0,)),
+    "the code of a function": lambda m: m.setattr(by_default, "__code__", twice.__code__),
     "another function": lambda m: m.setitem(globals(), "by_default", scaled(2)),
     "a module's variable": lambda m: m.setattr(other_settings, "FACTOR", 2.0),
     "a module's mapping": lambda m: m.setitem(other_settings.TABLE, "factor", 2.0),
@@ -96,6 +97,10 @@ def test_what_a_forward_reads_beside_its_model(name: str, monkeypatch: pytest.Mo
 
 def scaled(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda z: z * factor
+
+
+def twice(z: Tensor, factor: float = 1.0) -> Tensor:
+    return 2 * z * factor
 
 
 class Free(nn.Module):

@@ -11,11 +11,11 @@ import dis
 import inspect
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache, partial
 from itertools import chain
-from operator import attrgetter, call
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -102,9 +102,8 @@ class PythonState:
         self._classes: set[type] = set()
         self._functions: list[FunctionType] = []
         self._inside: set[tuple[int, str]] = set()  # names of modules that others look up
-        self._looked: set[tuple[int, str]] = set()
-        self._gets: list[Callable[[str], Any]] = []  # with
-        self._names: list[str] = []  # what is looked up in modules
+        # Names that code goes by, of each namespace, with whether they are there.
+        self._lookups: dict[int, tuple[dict[str, Any], dict[str, bool]]] = {}
         self._code: list[tuple[Mapping[str, Any], str]] = []  # of classes
         classes: dict[type, None] = dict.fromkeys(others)
         modules = []
@@ -242,6 +241,8 @@ class PythonState:
         self._see(vars(function), name, True)
         (names, used_here, imports), space = _named_in(function.__code__), function.__globals__
         self._see(Names(space, used_here), function.__module__ or "globals", True)
+        for used in used_here:
+            self._looked_up(space, used, wanted=True)
         for used in names:
             self._see_named(self._looked_up(space, used), names, space)
         for module in imports:
@@ -275,6 +276,8 @@ class PythonState:
         names = tuple(n for n in names if n in inside)
         self._inside.update((id(inside), n) for n in (*names, *later))
         values = [self._looked_up(inside, n) for n in names]
+        for name in later:
+            self._looked_up(inside, name, wanted=True)
         held = later + tuple(
             n
             for n, v in zip(names, values, strict=True)
@@ -287,13 +290,12 @@ class PythonState:
             if value is os.getenv:
                 self._see(os.environ, "os.environ", True)
 
-    def _looked_up(self, space: dict[str, Any], name: str) -> Any:
-        value = space.get(name)
-        if name in space and (id(space), name) not in self._looked:
-            self._looked.add((id(space), name))
-            self._gets.append(space.get)
-            self._names.append(name)
-        return value
+    def _looked_up(self, space: dict[str, Any], name: str, *, wanted: bool = False) -> Any:
+        """What stands under a name; where nothing does, it is noted only if it is `wanted`."""
+        there = name in space
+        if there or wanted:
+            self._lookups.setdefault(id(space), (space, {}))[1][name] = there
+        return space.get(name)
 
     def code(self) -> Iterator[Any]:
         """The functions that stand in classes, now, and the ways."""
@@ -302,7 +304,11 @@ class PythonState:
     def ways(self) -> Iterator[Any]:
         """What leads from modules and functions to other objects, now."""
         parts = chain.from_iterable(map(_PARTS, self._functions))
-        return chain(parts, map(call, self._gets, self._names))
+        return chain(parts, (space.get(n) for space, names in self.lookups() for n in names))
+
+    def lookups(self) -> Iterable[tuple[dict[str, Any], dict[str, bool]]]:
+        """Namespaces, and the names in them that code goes by, with whether they were there."""
+        return self._lookups.values()
 
 
 @cache

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import chain
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, is_, itemgetter
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from merakc.frontend.python.content import MISSING, RANDOM, Names, slots
+from merakc.frontend.python.content import RANDOM, Names, slots
 from merakc.frontend.python.state import Change, Held, PythonState, differences, order_of
 from merakc.frontend.values.outside import WithLoss
 
 # What holds the same for ever.
 _FIXED = (tuple, FunctionType, MethodType)
 _EMPTY = (dict, list, set, deque, OrderedDict)
+Lookups = tuple[dict[str, Any], dict[str, bool]]
+"""A namespace, and names in it that code goes by, with whether they are there."""
 
 
 class Watch:
@@ -26,20 +29,23 @@ class Watch:
     Objects are compared by identity, and by loops in C alone: there are thousands of them.
     """
 
-    def __init__(self, held: Iterable[Held]) -> None:
+    def __init__(self, held: Iterable[Held], lookups: Iterable[Lookups] = ()) -> None:
         self._empty: list[Any] = []
         self._named: list[dict[str, Any]] = []  # of which the names alone count
         self._lists: list[list[Any]] = []
         self._dicts: list[dict[Any, Any]] = []
         self._spaces: list[Any] = []  # of classes
-        self._gets: list[Callable[[str, Any], Any]] = []  # of namespaces
-        self._names: list[str] = []
+        self._globals: list[dict[str, Any]] = []  # and what gets the names that code goes by
+        self._gets: list[Callable[[Any], tuple[Any, ...]]] = []
+        self._absent: list[frozenset[str]] = []  # of those that are not there
+        self._lack: list[Callable[[frozenset[str]], bool]] = []
         self._cells: list[CellType] = []
         self._rest: list[Held] = []
         self._drawn: list[Held] = []  # generators of random numbers
         for one in held:
             self._add(one)
-        self._missing = [MISSING] * len(self._names)
+        for space, names in lookups:
+            self._add_names(space, names)
         self._before, self._there = self._numbers(), list(self._items())
 
     def _add(self, held: Held) -> None:
@@ -51,8 +57,8 @@ class Watch:
             self._drawn.append(held)
         elif held.names_alone:
             self._named.append(value)
-        elif isinstance(value, Names):
-            self._add_names(value)
+        elif isinstance(value, Names):  # of a class; other namespaces are among the lookups
+            self._spaces += () if isinstance(value.space, dict) else (vars(value.space),)
         elif type(value) in _EMPTY and not len(value):
             self._empty.append(value)
         elif type(value) is list:
@@ -67,19 +73,20 @@ class Watch:
         else:
             self._rest.append(held)
 
-    def _add_names(self, names: Names) -> None:
-        if not isinstance(names.space, dict):
-            self._spaces.append(vars(names.space))
-            return
-        wanted = list(names.space) if names.names is None else names.names
-        self._gets += [names.space.get] * len(wanted)
-        self._names += wanted
+    def _add_names(self, space: dict[str, Any], names: dict[str, bool]) -> None:
+        there = [name for name, is_there in names.items() if is_there]
+        if there:
+            self._globals.append(space)
+            self._gets.append(itemgetter(*there, there[0]))  # a tuple, of one name too
+        if len(there) < len(names):
+            self._lack.append(space.keys().isdisjoint)
+            self._absent.append(frozenset(names).difference(there))
 
     def _items(self) -> Iterator[Any]:
         """What is compared by identity: all keys, and what stands under them."""
         values = map(call, map(attrgetter("values"), chain(self._dicts, self._spaces)))
         inside = chain(self._dicts, self._spaces, values, self._lists, self._named)
-        found = map(call, self._gets, self._names, self._missing)
+        found = chain.from_iterable(map(call, self._gets, self._globals))
         cells = map(attrgetter("cell_contents"), self._cells)
         return chain(chain.from_iterable(inside), found, cells)
 
@@ -95,9 +102,10 @@ class Watch:
                 any(self._empty)
                 or self._numbers() != self._before
                 or not all(map(is_, self._items(), self._there))
+                or not all(map(call, self._lack, self._absent))
                 or any(order_of(h) is not None or any(True for _ in differences(h)) for h in rest)
             )
-        except ValueError:  # a cell is empty now
+        except (ValueError, KeyError):  # a cell is empty now, or a name has gone
             return True
 
 
@@ -111,8 +119,8 @@ class WatchedState(PythonState):
         self._classes_of = list(map(type, self._modules))
         alone = [held for held in self.held() if held.names_alone]
         self._states = [(held.value, held.content) for held in alone]
-        self._watch = Watch(self.held())
-        self._way, self._tensors = list(self.ways()), list(super().tensors())
+        self._watch = Watch(self.held(), self.lookups())
+        self._parts, self._tensors = self._referents(), list(super().tensors())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in it but parameters and buffers, by name."""
@@ -142,8 +150,13 @@ class WatchedState(PythonState):
         return self._watch.moved(drawn=drawn)
 
     def rewired(self) -> bool:
-        """Whether functions and modules lead to other objects than they did."""
-        return not all(map(is_, self.ways(), self._way))
+        """Whether functions have other code or defaults than they had."""
+        now = self._referents()
+        return len(now) != len(self._parts) or not all(map(is_, now, self._parts))
+
+    def _referents(self) -> list[Any]:
+        """What the functions hold, in one call: to read their code runs hooks of Python's."""
+        return gc.get_referents(*self._functions)
 
     def changes(self) -> list[Change]:
         """What was assigned, added, taken away or advanced since."""
