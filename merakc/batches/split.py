@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from merakc.errors import ConfigError
 from merakc.ir.batches import BY_SIZE, BatchDims, Rows
 
 MOST_SHOWN = 12  # tensors of a batch in a message
+MOST_NAMES = 4096  # of tensors, of which it is known what they match
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -66,6 +68,7 @@ def one_by_one(named: Mapping[str, torch.Tensor]) -> set[str]:
     return {name for own in unlike for name in own}
 
 
+@lru_cache(maxsize=MOST_NAMES)
 def list_pattern(name: str) -> str:
     """The name of a tensor of a batch, with a star for its place in each list."""
     first, *steps = name.split(".")
@@ -78,7 +81,13 @@ def dims_key(name: str, dims: BatchDims) -> str | None:
     """
     if not dims or name in dims:
         return name if dims else None
-    return next((key for key in dims if fnmatchcase(name, key)), None)
+    return _fitting(name, tuple(dims))
+
+
+@lru_cache(maxsize=MOST_NAMES)
+def _fitting(name: str, patterns: tuple[str, ...]) -> str | None:
+    """The first pattern that fits a name: asked of the same ones in every step."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 def _size(
