@@ -10,7 +10,8 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, starmap
+from operator import attrgetter, call, eq, is_
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
 
 Tensors = dict[str, torch.Tensor]
+_FORM = attrgetter("dtype", "device", "shape")
 COMPILED = "whose steps are compiled from the model that it was given; change the model before"
 
 
@@ -45,6 +47,9 @@ class Memory:
         self.trees = [(m, [*m._modules.items()]) for m in module_at("").modules()]
         self.attributes = Attributes(chain.from_iterable(_pairs(m) for m, _ in self.trees))
         self.forms = {n: (t.dtype, t.device, plain(t).shape) for n, t in tensors.items()}
+        self.tensors = list(tensors.values())
+        self.buffers = [t for t in self.tensors if not isinstance(t, nn.Parameter)]
+        self.found = [(held.get, leaf) for _, held, leaf, _ in self.owners]
         self.buckets = list(sharded.buckets) if sharded is not None else []
         with torch._C.DisableTorchFunctionSubclass():  # of what this rank has, as in `settle`
             self.places = {b: _pointers(b.owned) for b in self.buckets}
@@ -60,6 +65,14 @@ class Memory:
             self._settle()
         self.attributes.pass_on()
 
+    def _unchanged(self) -> bool:
+        """Whether modules hold the tensors that they held, of the same forms: in loops in C."""
+        return (
+            all(map(is_, starmap(call, self.found), self.tensors))
+            and all(map(eq, map(_FORM, self.tensors), self.forms.values()))
+            and not any(map(attrgetter("requires_grad"), self.buffers))
+        )
+
     def _settle(self) -> None:
         for module, before in self.trees:
             now = [*module._modules.items()]
@@ -69,7 +82,7 @@ class Memory:
                     f"module '{min(name for name, _ in pairs)}' was added to the model, taken out "
                     f"of it, or moved in it, after auto_parallel, {COMPILED}"
                 )
-        for name, held, leaf, tensor in self.owners:
+        for name, held, leaf, tensor in () if self._unchanged() else self.owners:
             if held.get(leaf) is not tensor:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 own = f"get_parameter({name!r}).data" if is_parameter else f"get_buffer({name!r})"
