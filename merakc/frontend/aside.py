@@ -27,6 +27,7 @@ from merakc.frontend.python.content import MISSING, PLAIN, Attribute, content_of
 from merakc.frontend.python.files import no_files
 from merakc.frontend.replaced import replaced
 from merakc.frontend.source import near_line, user_line
+from merakc.frontend.values.symbols import is_symbolic
 from merakc.ir.graph import Output, OutputKind, Ref
 
 Path = tuple[Any, ...]
@@ -128,6 +129,8 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
             line = near_line(sys._getframe(1))
             if line and not self.paused:
                 self.printed.append(f"{UNPRINTED} at {line}")
+            if is_symbolic(record.args):  # whose text may ask for values
+                record.msg, record.args = f"{record.msg} {record.args}", ()
             plain_handle(logger, record)
 
         with (

@@ -238,16 +238,6 @@ def eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def printable_numbers() -> Iterator[None]:
-    """Lets numbers that are not known be put into texts, as for a log, by their names."""
-    kinds = (torch.SymFloat, torch.SymInt)
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(replaced(kind, "__format__", lambda number, spec: str(number)))
-        yield
-
-
-@contextlib.contextmanager
 def fixed_dtypes() -> Iterator[None]:
     """Refuses `module.to(...)` in a forward that changes something; what changes nothing passes.
 

@@ -53,7 +53,6 @@ from merakc.frontend.contexts import (
     exporting,
     fixed_dtypes,
     module_names,
-    printable_numbers,
     recordable,
 )
 from merakc.frontend.functions import FunctionRecorder, function_calls
@@ -146,7 +145,6 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(number_of_ranks_unknown())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(recorded_tensors())
-            stack.enter_context(printable_numbers())
             stack.enter_context(self._answering())
             asked = {"numpy": self._numpy, "data_ptr": self._address}
             for name, of in {**asked, "__repr__": self._text, "__format__": self._text}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -100,13 +101,19 @@ def test_a_guard_inside_a_module_that_no_loss_proves_runs_as_it_is() -> None:
     assert "merakc.opaque" in str(recording.graph)
 
 
-def test_a_number_in_a_text() -> None:
+@pytest.mark.filterwarnings("ignore:what the forward prints")
+def test_numbers_are_printed_and_logged(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         loss = s.layer(x).pow(2).mean()
-        assert f"loss {loss.item():.3f} of {(x > 0).sum().item():5d}".startswith("loss ")
+        print("loss", loss.item(), "of", (s.layer(x) > 0).sum().item())  # noqa: T201
+        logging.getLogger("forward").warning("loss %.3f and %s", loss.item(), loss.item())
         return loss
 
     check(Small(forward, layer=linear()), randn(4, 6), relative=1e-13)
+    assert "loss zuf" in capsys.readouterr().out
+    assert "loss %.3f and %s (zuf" in caplog.text
     assert "__format__" not in vars(torch.SymFloat)
 
 

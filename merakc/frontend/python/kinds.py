@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from merakc.errors import RecordError
+from merakc.frontend.source import called_by_a_library, user_line
 
 # Whose code is told what is there: Python's, torch's, ours, and that of arrays and formulas, to
 # which no tensor comes (a recording refuses `numpy()`).
@@ -30,6 +32,7 @@ _KEPT = frozenset(
 # look through thousands takes milliseconds.
 _loaded: list[Any] = []
 _told: list[dict[str, Any]] = []
+_PASSING = (torch.Tensor.__dir__.__code__, abc.ABCMeta.__instancecheck__.__code__)
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
@@ -85,20 +88,25 @@ def usual_types(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _usual_attributes() -> Iterator[None]:
-    """The same of `__class__` and `__dict__`: of a class that inherits them from `object`, Python
-    lets nobody set them, but looks them up in its namespace first.
+    """The same of attributes. `__class__` and `__dict__`, which classes inherit from `object`, no
+    code may set, but Python looks them up in the namespace of a class first.
     """
-    (space,) = [x for x in gc.get_referents(FakeTensor.__dict__) if isinstance(x, dict)]
-    told = {"__class__": property(_class_of, _set_class), "__dict__": property(_dict_of)}
-    new = told.keys() - space.keys()  # none where a recording is inside another
-    space |= {name: told[name] for name in new}
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
+    before = {}
+    for kind, told in _TOLD.items():
+        (space,) = [x for x in gc.get_referents(kind.__dict__) if isinstance(x, dict)]
+        before[kind] = space, {name: space.get(name) for name in told}
+        space |= told
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
     try:
         yield
     finally:
-        for name in new:
-            del space[name]
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
+        for kind, (space, held) in before.items():
+            for name, value in held.items():
+                if value is None:
+                    del space[name]
+                else:
+                    space[name] = value
+            ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
 def _class_of(x: FakeTensor) -> type[torch.Tensor]:
@@ -124,6 +132,38 @@ def _dict_of(x: FakeTensor) -> Mapping[str, Any]:
     return MappingProxyType({key: x for key, x in held.items() if key not in own})
 
 
+def _number_of(x: Any) -> type:
+    """As what a number goes that is read of tensors: `isinstance` asks for it, too."""
+    return type(x) if _is_kept(_asking()) else _NUMBERS[type(x)]
+
+
+def _no_text(of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A text of such a number, or its hash, by which a forward may go; libraries make messages of
+    them, of checks that hold, and what is printed is made a text there.
+    """
+
+    def method(x: Any, *_: Any) -> Any:
+        if _is_kept(_asking()) or called_by_a_library():
+            return of(x)
+        raise RecordError(
+            f"{user_line()}: a number that is read of the model's tensors is made a text, or a key "
+            "of a mapping, and a step is compiled once for all numbers; give it to print() or to a "
+            "logger as it is, or do it outside the model"
+        )
+
+    return method
+
+
+_TOLD: dict[type, dict[str, Any]] = {
+    FakeTensor: {"__class__": property(_class_of, _set_class), "__dict__": property(_dict_of)}
+} | {
+    kind: {"__class__": property(_number_of)}
+    | {"__repr__": _no_text(kind.__repr__), "__format__": _no_text(kind.__repr__)}
+    | {"__hash__": _no_text(kind.__hash__)}
+    for kind in _NUMBERS
+}
+
+
 @cache
 def _fakes_own() -> frozenset[str]:
     """The attributes of every parameter and tensor that is recorded."""
@@ -133,9 +173,11 @@ def _fakes_own() -> frozenset[str]:
 
 
 def _asking() -> Any:
-    """The name of the module whose code asks for an attribute, itself or by `dir`."""
+    """The name of the module whose code asks for an attribute, itself, by `dir`, or by asking
+    whether it is one of an abstract class.
+    """
     frame: FrameType | None = sys._getframe(2)
-    if frame is not None and frame.f_code is torch.Tensor.__dir__.__code__:
+    while frame is not None and frame.f_code in _PASSING:
         frame = frame.f_back
     return frame.f_globals.get("__name__") if frame is not None else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import pytest
@@ -33,6 +34,13 @@ class Asking(nn.Module):
         return (x * self.w * self.b).sum() * (3 if self.ask(self, x) else 2)
 
 
+def matched(number: Any) -> bool:
+    match number:
+        case int():
+            return True
+    return False
+
+
 ASKED: dict[str, Callable[[Any, Tensor], bool]] = {
     "batch": lambda m, x: type(x) is Tensor,
     "result": lambda m, x: type(x * 2) == Tensor,  # noqa: E721
@@ -43,6 +51,10 @@ ASKED: dict[str, Callable[[Any, Tensor], bool]] = {
     "size": lambda m, x: type(x.shape[0]) is int,
     "number": lambda m, x: type(x.max().item()) is float,
     "count": lambda m, x: type((x > 2).sum().item()) is int,
+    "a number as a float": lambda m, x: isinstance((x * m.w).max().item(), float),
+    "its own class": lambda m, x: (x * m.w).max().item().__class__ is float,
+    "an abstract class": lambda m, x: isinstance((x * m.w > 2).sum().item(), Integral),
+    "a pattern": lambda m, x: matched((x * m.w > 2).sum().item()),
     "module": lambda m, x: type(m).__name__ == "Asking" and type(type(m)) is type,
     "instances": lambda m, x: isinstance(Asking, type) and issubclass(type(Asking), type),
     "made": lambda m, x: type("Made", (), {"k": 1})().k == 1,
@@ -63,6 +75,20 @@ def test_types_are_those_of_one_process(name: str) -> None:
     model = merakc.auto_parallel(Asking(ASKED[name]), {"x": X}, cluster=NOMINAL_CPU)
     assert plain(X) == 3 * X.sum()
     assert model(x=X) == plain(X)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m, x: f"{(x * m.w).max().item()}" == "7.0",
+        lambda m, x: f"{(x * m.w).max().item():.0f}" == "7",
+        lambda m, x: "7" in repr((x * m.w).max().item()),
+        lambda m, x: {7.0: True}.get((x * m.w).max().item()),
+    ],
+)
+def test_texts_of_numbers_are_refused(ask: Any) -> None:
+    with pytest.raises(RecordError, match=r"test_kinds.py:\d+: a number .* is made a text"):
+        merakc.auto_parallel(Asking(ask), (X,), dp=1, tp=1, pp=1, cluster=NOMINAL_CPU)
 
 
 def test_nothing_stays() -> None:
