@@ -303,8 +303,12 @@ class PythonState:
 
     def ways(self) -> Iterator[Any]:
         """What leads from modules and functions to other objects, now."""
-        parts = chain.from_iterable(map(_PARTS, self._functions))
-        return chain(parts, (space.get(n) for space, names in self.lookups() for n in names))
+        found = (space.get(n) for space, names in self.lookups() for n in names)
+        return chain(self.parts(), found)
+
+    def parts(self) -> Iterator[Any]:
+        """The code and the defaults of functions, now."""
+        return chain.from_iterable(map(_PARTS, self._functions))
 
     def lookups(self) -> Iterable[tuple[dict[str, Any], dict[str, bool]]]:
         """Namespaces, and the names in them that code goes by, with whether they were there."""

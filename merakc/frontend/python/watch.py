@@ -120,7 +120,8 @@ class WatchedState(PythonState):
         alone = [held for held in self.held() if held.names_alone]
         self._states = [(held.value, held.content) for held in alone]
         self._watch = Watch(self.held(), self.lookups())
-        self._parts, self._tensors = self._referents(), list(super().tensors())
+        self._parts, self._tensors = list(self.parts()), list(super().tensors())
+        self._referents = gc.get_referents(*self._functions)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in it but parameters and buffers, by name."""
@@ -150,13 +151,16 @@ class WatchedState(PythonState):
         return self._watch.moved(drawn=drawn)
 
     def rewired(self) -> bool:
-        """Whether functions have other code or defaults than they had."""
-        now = self._referents()
-        return len(now) != len(self._parts) or not all(map(is_, now, self._parts))
+        """Whether functions have other code or defaults than they had.
 
-    def _referents(self) -> list[Any]:
-        """What the functions hold, in one call: to read their code runs hooks of Python's."""
-        return gc.get_referents(*self._functions)
+        All that they hold is looked at in one call, since to read their code runs Python's hooks.
+        Where that has changed, as by annotations that somebody asks for, they are read.
+        """
+        now = gc.get_referents(*self._functions)
+        if len(now) == len(self._referents) and all(map(is_, now, self._referents)):
+            return False
+        self._referents = now
+        return not all(map(is_, self.parts(), self._parts))
 
     def changes(self) -> list[Change]:
         """What was assigned, added, taken away or advanced since."""
