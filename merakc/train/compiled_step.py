@@ -202,11 +202,12 @@ class CompiledStep:
 
     @cached_property
     def has_effects(self) -> bool:
-        """Whether the forward does something beside computing: writes buffers or its batch, leaves
-        things in Python.
+        """Whether the forward does something beside computing, on any rank: writes buffers or its
+        batch, leaves things in Python.
         """
-        recording = self.recording
-        return bool(self.written or recording.left or recording.aside)
+        recording, loss = self.recording, self.lowered.loss
+        writes = loss.written or any(o.kind is OutputKind.BUFFER for o in loss.graph.outputs)
+        return bool(writes or recording.left or recording.aside)
 
     @cached_property
     def output_forms(self) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -36,7 +36,7 @@ from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.within import Adapted
 from merakc.train.parameters.allocate import copied
 from merakc.train.parameters.elements import follow, told_buffers
-from merakc.train.parameters.guard import refuse_in_methods
+from merakc.train.parameters.guard import refuse_ddp, refuse_in_methods
 from merakc.train.parameters.matrices import Home
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
@@ -124,6 +124,7 @@ class ParallelModel(Forwards):
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
             follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
+        refuse_ddp()
         keep(self, "_memory", Memory(partial(part_at, self), steps.state | told, steps.sharded))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
@@ -158,15 +159,6 @@ class ParallelModel(Forwards):
     def rank(self) -> int:
         """This process's rank among all."""
         return self._own("_steps").groups.rank  # type: ignore[no-any-return]
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Never:
-        """What DistributedDataParallel asks a module for first."""
-        raise ConfigError(
-            "DistributedDataParallel is put around a model that auto_parallel runs, which reduces "
-            "its gradients over dp itself: it would add up parts of other parameters; leave it "
-            "out; of transformers' Trainer and accelerate use those of merakc.integrations"
-        )
 
     @property
     def data_parallel_rank(self) -> int:

@@ -10,13 +10,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from inspect import isgeneratorfunction
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -26,6 +27,7 @@ from torch.overrides import (
 from merakc.errors import ConfigError
 from merakc.runtime.part import place_of
 from merakc.train.parameters.elements import Known
+from merakc.train.parameters.optimizers import holdings
 from merakc.train.parameters.places import elsewhere
 
 REMEDY = (
@@ -151,6 +153,27 @@ def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:
             _here.guard = held
 
     return run
+
+
+@cache
+def refuse_ddp() -> None:
+    """Has DistributedDataParallel refuse parameters of parallel models, whatever holds them: it
+    would put rank 0's parts in the place of other ranks'.
+    """
+    plain = DistributedDataParallel.__init__
+
+    @wraps(plain)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(parameter in holdings for parameter in module.parameters()):
+            raise ConfigError(
+                "DistributedDataParallel is put around a model that auto_parallel runs, or what "
+                "holds one, which reduces its gradients over dp itself: it would add up parts of "
+                "other parameters; leave it out; of transformers' Trainer, accelerate and "
+                "Lightning use those of merakc.integrations"
+            )
+        plain(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def refuse_in_methods(name: str) -> None:

@@ -49,7 +49,7 @@ SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
 # Of values of the size of one: float64's rounding, and float32's, which some optimizers need.
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 _NOT_COPIED = ("param_groups", "state", "step")  # what is not of what decides its steps
-_held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
+holdings = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
 _tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
 _declared: set[type[Optimizer]] = set()
@@ -73,7 +73,7 @@ def hold(parameters: Mapping[str, torch.Tensor], home: Home) -> None:
     """Remembers a rank's parameters. Of a pipeline other ranks hold other ones."""
     for name, parameter in parameters.items():
         is_part = place_of(parameter) is not None
-        _held[parameter] = Held(name, is_part, is_part or home.groups.mesh.pp > 1, home)
+        holdings[parameter] = Held(name, is_part, is_part or home.groups.mesh.pp > 1, home)
     _watch()
 
 
@@ -115,14 +115,14 @@ def check(optimizer: Optimizer) -> None:
                 "auto_parallel, which took the weights over: no step trains that; make the "
                 "optimizer behind auto_parallel, of the model that it returns"
             )
-    held = [_held[p] for group in groups for p in group if p in _held]
+    held = [holdings[p] for group in groups for p in group if p in holdings]
     forget(optimizer)
     is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
     if is_asked and type(optimizer) not in _declared:
         needed = _needed(optimizer, groups, held)
         check_reach(type(optimizer).__name__, {h.name: h.home.sharded for h in held if needed})
         if needed is WholeTensors:
-            homes = {p: _held[p].home for group in groups for p in group if p in _held}
+            homes = {p: holdings[p].home for group in groups for p in group if p in holdings}
             bringing[optimizer] = WholeTensors(optimizer, homes)
         elif needed is Together:
             bringing[optimizer] = Together(optimizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -128,14 +129,18 @@ def test_what_is_refused(name: str) -> None:
         call(built())
 
 
-def wrapped() -> str:
-    with pytest.raises(ConfigError) as told:
-        nn.parallel.DistributedDataParallel(built(tp=2))
-    return str(told.value)
+def wrapped() -> list[str]:
+    model, said = built(tp=2), []
+    for module in (model, nn.Sequential(model)):
+        with pytest.raises(ConfigError) as told:
+            nn.parallel.DistributedDataParallel(module)
+        said.append(str(told.value))
+    assert nn.parallel.DistributedDataParallel(nn.Linear(2, 2)).module is not None
+    return said
 
 
 def test_other_parallelism_around_it() -> None:
-    for text in run_ranks(2, wrapped):
+    for text in chain.from_iterable(run_ranks(2, wrapped)):
         assert "DistributedDataParallel is put around a model that auto_parallel runs" in text
 
 

@@ -130,7 +130,7 @@ def parameters() -> Iterator[list[nn.Parameter]]:
         p.grad = torch.randn_like(p)
     yield found
     for p in found:
-        del optimizers._held[p]
+        del optimizers.holdings[p]
 
 
 def updates(make: Make, parameters: list[nn.Parameter]) -> str:
