@@ -15,7 +15,7 @@ from merakc.errors import ConfigError, MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.model import ParallelModel
 from tests.battery.small_models import Tensors, Words, assert_close, build, warm_up, words
-from tests.train.outside.small import Bare, X, Y, alike, normed
+from tests.train.outside.small import Bare, Normed, X, Y, alike, normed
 
 STEPS = 3
 
@@ -128,6 +128,36 @@ def by_grad(model: Any) -> None:
 @pytest.mark.parametrize("loop", [chosen, weighted, penalised, by_grad])
 def test_losses_of_all_kinds(loop: Any) -> None:
     alike(loop)
+
+
+def stepped(model: Any) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def of_stages() -> tuple[list[float], list[int], dict[str, torch.Tensor]]:
+    """Of stages of which one alone writes buffers."""
+    model = normed(pp=2, micro_batches=1)
+    losses, out = stepped(model), model(X)
+    out.sum().backward()
+    return losses, out.argmax(-1).tolist(), model.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_ranks_agree_on_whether_a_forward_writes_buffers() -> None:
+    plain = build(Normed)
+    wanted = stepped(plain)
+    best = plain(X).argmax(-1).tolist()
+    (first, *found, state), (second, *others, _) = run_ranks(2, of_stages)
+    assert first == second == pytest.approx(wanted, rel=1e-12)
+    assert found == others == [best]
+    assert_close(state, plain.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
