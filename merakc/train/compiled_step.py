@@ -172,6 +172,13 @@ class CompiledStep:
         return frozenset().union(*(chunk.written for chunk in self.chunks.values()))
 
     @cached_property
+    def writes(self) -> set[str]:
+        """The buffers that the forwards of some rank write."""
+        loss = self.lowered.loss
+        found = {o.name for o in loss.graph.outputs if o.kind is OutputKind.BUFFER}
+        return found | loss.written.keys()
+
+    @cached_property
     def head_results(self) -> frozenset[str]:
         """The names of the results that the head gives, of the whole batch."""
         head = self.lowered.loss.head
@@ -205,9 +212,7 @@ class CompiledStep:
         """Whether the forward does something beside computing, on any rank: writes buffers or its
         batch, leaves things in Python.
         """
-        recording, loss = self.recording, self.lowered.loss
-        writes = loss.written or any(o.kind is OutputKind.BUFFER for o in loss.graph.outputs)
-        return bool(writes or recording.left or recording.aside)
+        return bool(self.writes or self.recording.left or self.recording.aside)
 
     @cached_property
     def output_forms(self) -> dict[str, torch.Tensor]:

@@ -117,7 +117,7 @@ class ParallelModel(Forwards):
                 self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
         held = steps.placements, steps.groups, steps.state, steps.sharded
-        steps.agreement.weights = Replicas(*held)
+        steps.agreement.weights = Replicas(*held, steps.written)
         absent = {n: p for n, p in shown.items() if p.requires_grad and n not in steps.state}
         keep(self, "_empty", absent)
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))

@@ -88,6 +88,7 @@ class Steps:
     same: Same = field(default_factory=Same)  # what steps keep alike
     specs: TensorSpecs = field(default_factory=list)  # of the batch that it is planned for
     taken: int = 0  # training steps so far
+    written: set[str] = field(default_factory=set)  # buffers that some rank's forwards write
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
@@ -171,6 +172,7 @@ class Steps:
         besides = Besides(recording, layout, whole, self.device, group)
         step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides, form)
         self.compiled[key] = step
+        self.written |= step.writes
         return step
 
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:

@@ -1,14 +1,14 @@
-"""Whether ranks that hold the same elements of parameters still have the same values in them.
+"""Whether ranks that hold the same elements of the model still have the same values in them.
 
 What users do to weights on one rank alone (loading them, noise of another seed) no collective sees:
 every rank goes on with weights of its own. So each step compares some elements of some parameters,
 others at every step, in a message that is sent anyway: holders add multiples of their values that
-cancel out where these are equal.
+cancel out where these are equal. So it is with buffers, but for those that forwards write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -18,13 +18,13 @@ from merakc.runtime.part import plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement
 
-PARAMETERS, ELEMENTS = 2, 16  # of each, that a step compares
+TENSORS, ELEMENTS = 2, 16  # of each, that a step compares
 # Of the values' size. Ranks that compute the same round alike, or nearly so.
 BOUND = 1e-2
 
 
 class Replicas:
-    """Of one rank's `state`."""
+    """Of one rank's `state`; `written` are the buffers that forwards write, on any rank."""
 
     def __init__(
         self,
@@ -32,13 +32,14 @@ class Replicas:
         groups: Groups,
         state: Mapping[str, torch.Tensor],
         sharded: ShardedState | None,
+        written: Collection[str] = (),
     ) -> None:
-        mesh = groups.mesh  # of parameters that all ranks hold parts of there is nothing to compare
+        mesh = groups.mesh  # of tensors that all ranks hold parts of there is nothing to compare
         self.names = [
-            name for name, place in placements.items() if place.is_parameter
-            and (mesh.dp > 1 or len(place.ranks) > 1 or (mesh.tp > 1 and not place.layout.is_split))
+            name for name, place in placements.items()
+            if mesh.dp > 1 or len(place.ranks) > 1 or (mesh.tp > 1 and not place.layout.is_split)
         ]  # fmt: skip
-        self.state, self.factors = state, dict[str, int]()
+        self.state, self.written, self.factors = state, written, dict[str, int]()
         dp, pipeline_rank, tp_rank = groups.coordinates
         bucket_of = sharded.bucket_of if sharded else {}
         for name in self.names:
@@ -54,8 +55,9 @@ class Replicas:
                 self.factors[name] = holders - 1 if is_first else -1
 
     def _named(self, step: int) -> list[str]:
-        count = min(PARAMETERS, len(self.names))
-        return [self.names[(step * count + k) % len(self.names)] for k in range(count)]
+        names = [name for name in self.names if name not in self.written]
+        count = min(TENSORS, len(names))
+        return [names[(step * count + k) % len(names)] for k in range(count)]
 
     @torch.no_grad()
     def marks(self, step: int) -> torch.Tensor:
@@ -66,8 +68,10 @@ class Replicas:
             factor = self.factors.get(name)
             if factor is not None:
                 flat = plain(self.state[name]).detach().reshape(-1)
+                flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
                 at = step * ELEMENTS % flat.numel() if flat.numel() else 0
-                some = factor * flat[at : at + ELEMENTS].double()
+                some = flat[at : at + ELEMENTS].double()
+                some = factor * some.nan_to_num(nan=1, posinf=1, neginf=-1)  # so masks are, too
                 found = found.to(some.device)
                 found[k, : some.numel()], found[k, -1] = some, some.abs().sum()
         return found.view(-1)
@@ -79,7 +83,7 @@ class Replicas:
             if sum(map(abs, left)) > BOUND * size:
                 raise MismatchError(
                     f"ranks that hold the same elements of '{name}' have other values in them: "
-                    "something has changed weights on some ranks alone, or otherwise than on "
-                    "others; load, initialise and change weights on all ranks alike, with random "
-                    "numbers of one seed"
+                    "something has changed weights or buffers on some ranks alone, or otherwise "
+                    "than on others; load, initialise and change weights on all ranks alike, with "
+                    "random numbers of one seed"
                 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
@@ -35,6 +37,46 @@ def noisy(layout: dict[str, Any]) -> tuple[list[float], str]:
     with pytest.raises(MismatchError) as told:
         steps([model.rank] * 4)  # some parameters are compared in each
     return losses, str(told.value)
+
+
+class Scaled(nn.Module):
+    """A buffer that it reads, one of its statistics, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.tensor([2.0, math.inf]))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss; what has been seen is counted."""
+        self.seen += 1
+        return (self.norm(self.layer(x)) * self.scale[0]).square().mean()
+
+
+def scaled() -> str:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    model = merakc.auto_parallel(Scaled(), x, dp=2, cluster=NOMINAL_CPU)
+    own = x[model.rank :: 2]
+
+    def steps() -> None:
+        for _ in range(8):
+            model(own).backward()
+
+    steps()
+    model.scale.mul_(2)
+    steps()
+    if model.rank:
+        model.scale[0].mul_(0.5)
+    with pytest.raises(MismatchError) as told:
+        steps()
+    return str(told.value)
+
+
+def test_buffers_that_differ() -> None:
+    for told in run_ranks(2, scaled):
+        assert "ranks that hold the same elements of 'scale'" in told
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "state_shards": "zero-0"}, {"tp": 2}], ids=str)
