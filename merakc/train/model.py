@@ -30,7 +30,7 @@ from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name
 from merakc.train.outside.caches import cache_in
-from merakc.train.outside.deferred import unreachable
+from merakc.train.outside.deferred import unreachable, values_in
 from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.within import Adapted
@@ -224,7 +224,7 @@ class ParallelModel(Forwards):
         """
         check_around("the model")
         self._own("_memory").settle()
-        args, kwargs = self._own("_lent").filled("model(...)", args, kwargs)
+        args, kwargs = self._own("_lent").filled("model(...)", *values_in((args, kwargs)))
         with model_call(self._own("_steps"), "model(...)", args, kwargs, training=self.training):
             return self._forward(args, kwargs)
 
@@ -238,13 +238,17 @@ class ParallelModel(Forwards):
         if not step.has_loss:
             if not train:
                 found = self._results(step, args, kwargs)
-                return pytree.tree_map_only(torch.Tensor, _of_evaluation, found)
+                learns = any(p.requires_grad for p in self.parameters())
+                return (
+                    pytree.tree_map_only(torch.Tensor, _of_evaluation, found) if learns else found
+                )
             return Pending(steps, step, args, kwargs, train=partial(self._run, train=True)).answer(
                 {}
             )
         taken = self._run(step, args, kwargs, train=train)
         pending, loss = Pending(steps, step, args, kwargs, taken), taken[0]
-        loss = loss if train else _of_evaluation(loss)
+        if not train and any(p.requires_grad for p in self.parameters()):
+            loss = _of_evaluation(loss)
         return pending.answer({loss_name(step.recording): loss})
 
     def _run(

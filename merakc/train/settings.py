@@ -111,9 +111,10 @@ def marks(tensor: Tensor) -> tuple[int, int, bool]:
     """How often a tensor was written to, and whether it requires a gradient. Writes by `.data` or
     NumPy are not counted: of a tensor on the CPU, a checksum too (30 GB/s).
     """
-    with _disable_current_modes():  # a mode of the user's does not see it
-        checksum = _checksum(tensor)
-    return 0 if tensor.is_inference() else tensor._version, checksum, tensor.requires_grad
+    # A mode of the user's does not see it, nor do tensors that stand for others.
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        version = 0 if tensor.is_inference() else tensor._version
+        return version, _checksum(tensor), tensor.requires_grad
 
 
 def _checksum(tensor: Any) -> int:

@@ -75,6 +75,13 @@ def deferred_in(tree: Any) -> list[Deferred]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Deferred)]
 
 
+def values_in(tree: Any) -> Any:
+    """The same with the values of such tensors, as in the batch of another model. Collective."""
+    if not deferred_in(tree):
+        return tree
+    return pytree.tree_map_only(Deferred, lambda x: x.source.value(x.place), tree)
+
+
 def meets_parameters(given: Any) -> bool:
     """Whether one number, the loss so far, meets what has a gradient outside the model: a penalty
     on parameters.

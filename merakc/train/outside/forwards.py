@@ -21,6 +21,7 @@ from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
 from merakc.train.outside.caches import TENSORS, cache_in, give_room, with_cache
+from merakc.train.outside.deferred import values_in
 from merakc.train.outside.results import share_results
 
 Tensors = dict[str, torch.Tensor]
@@ -76,6 +77,7 @@ class Forwards(Mirror):
         check_around("the model")
         self._own("_memory").settle()
         steps = self._own("_steps")
+        args, kwargs = values_in((args, kwargs))
         args, kwargs = self._own("_lent").filled("model.predict(...)", args, kwargs)
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
             return self._predicted(args, kwargs)

@@ -47,8 +47,7 @@ _READS = frozenset({
     "__index__", "__repr__", "__format__", "__contains__", "__deepcopy__", "__reduce_ex__",
     "equal", "allclose", "is_nonzero",
 })  # fmt: skip
-# Combinations of places of samples in the tensors that a loss outside reads that are tried.
-_MOST_READINGS = 12
+_MOST_READINGS = 12  # combinations of places of samples in what a loss reads that are tried
 _OTHERWISE = (
     "backward() of several losses, with create_graph or with inputs: a step gives the gradients of "
     "all parameters, of one loss; add the losses up"
@@ -82,7 +81,8 @@ class Pending:
         self.number = steps.taken - bool(self.gradients)  # of the step
         forms = step.whole_output_forms if steps.whole else step.output_forms
         self.names = list(forms)
-        self.tape = Tape([x if self.trains else x.detach() for x in forms.values()], steps.device)
+        grad = self.trains and any(p.requires_grad for p in steps.agreement.parameters())
+        self.tape = Tape([x if grad else x.detach() for x in forms.values()], steps.device)
         self.known: dict[int, torch.Tensor] = {}
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
         self.again: tuple[CompiledStep, StepResult] | None = None

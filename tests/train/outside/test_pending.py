@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -124,8 +125,24 @@ def by_grad(model: Any) -> None:
         p.grad = 2 * g
 
 
+def taught(model: Any) -> float:
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    assert not teacher(X).requires_grad
+    assert not teacher.eval()(X).requires_grad
+    loss = F.mse_loss(model(X), teacher(X) + 1)
+    loss.backward()
+    return loss.item()
+
+
+def chained(model: Any) -> float:
+    before = copy.deepcopy(model)(X).detach()
+    loss = F.cross_entropy(model(F.pad(before, (0, 1))), Y)
+    loss.backward()
+    return loss.item()
+
+
 @pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
-@pytest.mark.parametrize("loop", [chosen, weighted, penalised, by_grad])
+@pytest.mark.parametrize("loop", [chosen, weighted, penalised, by_grad, taught, chained])
 def test_losses_of_all_kinds(loop: Any) -> None:
     alike(loop)
 
