@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.utils._pytree as pytree
@@ -104,6 +104,16 @@ def place_of(tensor: torch.Tensor) -> Place | None:
     return found
 
 
+def _refusal(act: str, part: Place) -> ConfigError:
+    return ConfigError(
+        f"{act} a part of '{part.name}', of which this rank holds "
+        f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be "
+        "saved (merakc.save, torch.distributed.checkpoint), loaded by the same rank of the "
+        "same plan, and combined element by element, as averages are, with the same part and "
+        "numbers; model.full_state_dict() gives whole tensors, part.to_local() this rank's"
+    )
+
+
 class TensorPart(torch.Tensor):
     """The part `local` of a tensor, of that place. See the module's text."""
 
@@ -169,14 +179,13 @@ class TensorPart(torch.Tensor):
             local = pytree.tree_map_only(cls, lambda t: t.local, (tuple(args), kwargs))
             found = func(*local[0], **local[1])
             return first if writes else cls(found, part)
-        raise ConfigError(
-            f"torch.{name} is called on a part of '{part.name}', of which this rank holds "
-            f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be "
-            "saved (merakc.save, torch.distributed.checkpoint), loaded by the same rank of the "
-            "same plan, and combined element by element, as averages are, with the same part and "
-            "numbers; "
-            "model.full_state_dict() gives whole tensors, part.to_local() this rank's"
-        )
+        raise _refusal(f"torch.{name} is called on", part)
+
+    def numpy(self, **_: Any) -> Never:
+        """Refuses, as what asks for the memory of all elements: safetensors, NumPy, pickles."""
+        raise _refusal("all elements are read of", self.place)
+
+    __array__ = data_ptr = storage = untyped_storage = tolist = numpy  # type: ignore[assignment]
 
     # ---- what torch.distributed.checkpoint asks
 

@@ -309,6 +309,8 @@ def part_type(kind: type[nn.Module]) -> type[Part]:
         own = getattr_static(Part, name, None)  # what a part does in place of it
         walks = name.startswith("__") and isinstance(value, FunctionType)  # `len(part)`, `part[0]`
         withheld = guarded(value) if walks else _Withheld(value)
+        if isinstance(value, (classmethod, staticmethod)):  # which are of no module
+            withheld = staticmethod(value.__get__(None, kind))
         withheld = _resetting(name) if name in RESETS else withheld
         names.setdefault(name, withheld if own is None else own)
     names["forward"] = wraps(kind.forward)(unguarded(Part.forward))  # with their signature

@@ -6,10 +6,13 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from merakc.errors import ConfigError
 from merakc.ir.layout import parse_layout
@@ -67,6 +70,16 @@ def test_a_part_is_not_taken_for_the_whole(name: str, use: Callable[[Any], Any])
     message = rf"torch.{name} is called on a part of 'w', of which this rank holds 5 of 12"
     with pytest.raises(ConfigError, match=message):
         use(made())
+
+
+def test_the_memory_of_all_elements_is_not_there(tmp_path: Path) -> None:
+    reads: list[Callable[[Any], Any]] = [
+        np.asarray, lambda x: x.numpy(), lambda x: x.tolist(), lambda x: x.data_ptr(),
+        lambda x: save_file({"w": x}, tmp_path / "w.safetensors"),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(ConfigError, match="all elements are read of a part of 'w'"):
+            read(made())
 
 
 def test_averages() -> None:
