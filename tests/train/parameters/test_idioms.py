@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -281,6 +282,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "compiled": lambda m: merakc.auto_parallel(
         torch.compile(Net(), backend="eager"), torch.ones(8, 8).double()),
     "half": lambda m: loss_of(m.half()),
+    "assigned": lambda m: (m.load_state_dict(Net().state_dict(), assign=True), loss_of(m)),
 }  # fmt: skip
 
 
@@ -296,7 +298,7 @@ def idioms(layout: dict[str, Any]) -> dict[str, float | str]:
         model.load_state_dict(start)
         model.zero_grad()
         found[name] = act(model)
-    for name, act in REFUSED.items():
+    for name, act in REFUSED.items() if layout != PLAIN else ():  # where all parameters are whole
         model.load_state_dict(start)
         try:
             act(model)
@@ -305,16 +307,22 @@ def idioms(layout: dict[str, Any]) -> dict[str, float | str]:
     return found
 
 
+PLAIN = {"dp": 2, "state_shards": "zero-0"}
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-1"}, {"dp": 2, "state_shards": "zero-3"},
+    PLAIN,
 ]  # fmt: skip
+# What to do instead.
+REMEDY = re.compile(
+    r"[;:,.] (?:Norms|averages|combine|call|give|make|use|copy|change|leave|compute|a part|"
+    r"initialise|train|so values|model\.full|merakc\.|x\.)"
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_idioms(layout: dict[str, Any]) -> None:
     wanted = {name: act(Net()) for name, act in RIGHT.items()}
     for found in run_ranks(2, partial(idioms, layout)):
-        told = {name: found.pop(name, None) for name in REFUSED}
+        told = {n: str(found.pop(n, None)) for n in REFUSED} if layout != PLAIN else {}
         assert found == pytest.approx(wanted, rel=1e-10)
-        assert [name for name, text in told.items() if text is None] == []
-        assert "is one that auto_parallel has returned" in str(told["again"])
+        assert {name: text for name, text in told.items() if not REMEDY.search(text)} == {}
