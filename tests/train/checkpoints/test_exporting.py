@@ -13,7 +13,7 @@ import transformers
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.errors import CheckpointError
+from merakc.errors import CheckpointError, ConfigError
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import warm_up
 
@@ -63,6 +63,26 @@ def test_from_pretrained_reads_it(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert merakc.load(tmp_path / "out", model).step == 0
+
+
+def saved(folder: Path) -> str:
+    model = merakc.auto_parallel(llama(), BATCH, tp=2, pp=2, cluster=NOMINAL_CPU)
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    whole = model.full_state_dict()
+    if model.rank == 0:
+        model.save_pretrained(folder, state_dict=whole)
+    with pytest.raises(ConfigError) as told:
+        model.save_pretrained(folder / "parts")
+    return str(told.value)
+
+
+def test_a_users_save_pretrained_takes_whole_weights(tmp_path: Path) -> None:
+    warm_up()
+    for text in run_ranks(4, partial(saved, tmp_path)):
+        assert "merakc.export(folder, model)" in text
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    for name, wanted in llama().state_dict().items():
+        assert torch.equal(model.state_dict()[name], wanted), name
 
 
 def test_a_plain_model_is_exported_too(tmp_path: Path) -> None:
