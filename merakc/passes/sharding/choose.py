@@ -287,7 +287,12 @@ def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
     found = planned_factors(dims, splits)
     blocked = [f.blocked or "another part of a value" for f in needed_whole(dims, found)]
     if blocked:
-        raise PlanError(f"the plan splits a dim that this graph needs whole, for {blocked}")
+        raise PlanError(
+            f"the plan splits a dim that this graph needs whole, for {blocked}: the forward does "
+            "something else than when the plan was made (another mode, other settings of modules); "
+            "call it as then, plan with tp=1, or compute this in one process on the weights of "
+            "model.full_state_dict()"
+        )
     return found
 
 
