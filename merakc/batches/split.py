@@ -197,19 +197,19 @@ def split_batch(
     others are given to every micro-batch as they are. Raises `ConfigError` where the batch does not
     divide.
     """
-    size, sampled = batch_size_of(args, kwargs, dims), sample_rows(args, kwargs, dims)
+    size = batch_size_of(args, kwargs, dims)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
             f"micro_batches must divide {size}: {divisors(size)}"
         )
-    each = size // micro_batches
+    if micro_batches == 1:
+        return [(tuple(args), dict(kwargs))]
+    each, sampled = size // micro_batches, sample_rows(args, kwargs, dims)
 
     def part(first: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return with_samples(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
 
-    if micro_batches == 1:
-        return [(tuple(args), dict(kwargs))]
     return [part(k * each) for k in range(micro_batches)]
 
 

@@ -62,7 +62,7 @@ class Besides:
         changes anything there.
         """
         own = {name: self._own(name, value) for name, value in found.items()}
-        tensors = named_tensors(args, kwargs)
+        tensors = named_tensors(args, kwargs) if self.aside.writes else {}
         for target, name in self.aside.writes:
             tensors[target].copy_(own[name])
         edited(self.aside.edits, (args, kwargs), own)
