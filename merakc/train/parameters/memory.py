@@ -45,6 +45,8 @@ class Memory:
             held = module._parameters if leaf in module._parameters else module._buffers
             self.owners.append((name, held, leaf, tensor))  # type: ignore[arg-type]
         self.trees = [(m, [*m._modules.items()]) for m in module_at("").modules()]
+        self.modules = [module for module, _ in self.trees]
+        self.hung = self._hang()
         self.attributes = Attributes(chain.from_iterable(_pairs(m) for m, _ in self.trees))
         self.forms = {n: (t.dtype, t.device, plain(t).shape) for n, t in tensors.items()}
         self.tensors = list(tensors.values())
@@ -62,18 +64,33 @@ class Memory:
         else holds the old: what is written there later would be lost.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            self._settle()
+            if not self._unchanged():
+                self._check()
+            for bucket in self.buckets:
+                places = _pointers(bucket.owned)
+                if places != self.places[bucket]:
+                    moved = {n for n, at in places.items() if at != self.places[bucket][n]}
+                    self._adopt(bucket, moved)
         self.attributes.pass_on()
 
+    def _hang(self) -> tuple[list[str], list[int], list[nn.Module]]:
+        """Which modules are in which, by name."""
+        inner = list(map(attrgetter("_modules"), self.modules))
+        names, inside = chain.from_iterable(inner), chain.from_iterable(map(dict.values, inner))
+        return list(names), list(map(len, inner)), list(inside)
+
     def _unchanged(self) -> bool:
-        """Whether modules hold the tensors that they held, of the same forms: in loops in C."""
+        """Whether modules hold the modules and tensors that they held, of the same forms: in loops
+        in C.
+        """
         return (
-            all(map(is_, starmap(call, self.found), self.tensors))
+            self._hang() == self.hung
+            and all(map(is_, starmap(call, self.found), self.tensors))
             and all(map(eq, map(_FORM, self.tensors), self.forms.values()))
             and not any(map(attrgetter("requires_grad"), self.buffers))
         )
 
-    def _settle(self) -> None:
+    def _check(self) -> None:
         for module, before in self.trees:
             now = [*module._modules.items()]
             if now != before:
@@ -82,7 +99,7 @@ class Memory:
                     f"module '{min(name for name, _ in pairs)}' was added to the model, taken out "
                     f"of it, or moved in it, after auto_parallel, {COMPILED}"
                 )
-        for name, held, leaf, tensor in () if self._unchanged() else self.owners:
+        for name, held, leaf, tensor in self.owners:
             if held.get(leaf) is not tensor:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 own = f"get_parameter({name!r}).data" if is_parameter else f"get_buffer({name!r})"
@@ -101,11 +118,6 @@ class Memory:
                 raise ConfigError(
                     f"buffer '{name}' requires a gradient after auto_parallel, {COMPILED}"
                 )
-        for bucket in self.buckets:
-            places = _pointers(bucket.owned)
-            if places != self.places[bucket]:
-                moved = {n for n, at in places.items() if at != self.places[bucket][n]}
-                self._adopt(bucket, moved)
                 self.places[bucket] = _pointers(bucket.owned)
 
     def _adopt(self, bucket: Bucket, moved: set[str]) -> None:
