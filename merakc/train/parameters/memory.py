@@ -71,6 +71,7 @@ class Memory:
                 if places != self.places[bucket]:
                     moved = {n for n, at in places.items() if at != self.places[bucket][n]}
                     self._adopt(bucket, moved)
+                    self.places[bucket] = _pointers(bucket.owned)
         self.attributes.pass_on()
 
     def _hang(self) -> tuple[list[str], list[int], list[nn.Module]]:
@@ -118,7 +119,6 @@ class Memory:
                 raise ConfigError(
                     f"buffer '{name}' requires a gradient after auto_parallel, {COMPILED}"
                 )
-                self.places[bucket] = _pointers(bucket.owned)
 
     def _adopt(self, bucket: Bucket, moved: set[str]) -> None:
         values = {n: bucket.owned[n].data for n in moved}
