@@ -71,7 +71,7 @@ def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
     for sequence in sharding.sequences:
         blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
         parts = sequence.layouts.values()
-        own, weights = dispatched(problem.dims, blocks, sharding.tp, parts)
+        own, weights = dispatched(problem.dims, problem.rule, blocks, sharding.tp, parts)
         layouts |= weights
         every += len(blocks)
         sequences.append(replace(sequence, dispatched=own))

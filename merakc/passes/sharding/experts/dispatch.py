@@ -7,7 +7,7 @@ depends on it shows (`check_rows`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from merakc.errors import ShardError
@@ -19,14 +19,15 @@ from merakc.passes.sharding.experts.blocks import Experts
 from merakc.passes.sharding.factors import leaves
 from merakc.passes.sharding.layouts import Dispatched, Sharding
 
+Rule = Callable[[Node], Dims]
 EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
 
 
 def dispatched(
-    dims: Dims, blocks: Collection[Experts], ranks: int, parts: Collection[Layout]
+    dims: Dims, rule: Rule, blocks: Collection[Experts], ranks: int, parts: Collection[Layout]
 ) -> tuple[tuple[Dispatched, ...], dict[Ref, Layout]]:
-    """The parts of blocks that run on ranks of experts, and the layouts of their weights; `parts`
-    are the layouts of what the ranks have parts of.
+    """The parts of blocks that run on ranks of experts, and the layouts of their weights; `rule`
+    gives the dims of a node by itself, `parts` are the layouts of what the ranks have parts of.
 
     Raises `ShardError` where there are fewer experts than ranks, or weights that something else
     reads, or that are no parameters.
@@ -42,7 +43,7 @@ def dispatched(
         sent = _between(graph, block)
         of_experts = {makers[name].args[1] for name in block.grouped}
         for ref in of_experts:
-            layouts |= _layouts_of(dims, makers, ref, ranks)
+            layouts |= _layouts_of(dims, rule, makers, ref, ranks)
         own = layouts[next(iter(of_experts))]
         split = next(k for k, dim in enumerate(own.dims) if dim[0].split)
         experts = tuple(own.local_shape(ranks, r)[split] for r in range(ranks))
@@ -80,7 +81,7 @@ def _between(graph: Graph, block: Experts) -> frozenset[str]:
 
 
 def _layouts_of(
-    dims: Dims, makers: Mapping[str, Node], ref: Ref, ranks: int
+    dims: Dims, rule: Rule, makers: Mapping[str, Node], ref: Ref, ranks: int
 ) -> Iterator[tuple[Ref, Layout]]:
     """The layouts of weights with a matrix for each expert, and of what they are made of."""
     experts = leaves(dims.of[ref][0])
@@ -90,6 +91,10 @@ def _layouts_of(
         maker = makers.get(ref.node)
         if len(at) != 1 or (maker is not None and len(maker.refs) != 1):
             break
+        if maker is not None and any(
+            f.blocked or f.segments for f in leaves(rule(maker).of[Ref("node", ref.index)][at[0]])
+        ):
+            break  # it goes along the experts, as flip and cumsum do
         shape = dims.shapes[ref]
         if shape[at[0]] < ranks:
             raise ShardError(f"ep={ranks}: there are {shape[at[0]]} experts; use as many at most")
@@ -101,8 +106,8 @@ def _layouts_of(
         ref = maker.refs[0]
     source = makers[ref.node].source if ref.node in makers else ref.node
     raise ShardError(
-        f"the experts' weights are made of more than one parameter at {source}, so that no rank "
-        "can have those of its own experts alone; use ep=1"
+        f"the experts' weights are made at {source} of more than one parameter, or of those of "
+        "other experts, so that no rank can have its own experts' alone; use ep=1"
     )
 
 
