@@ -72,8 +72,9 @@ class SpmdPartitioner:
                 full = self.graph.constants[item.name]
                 own = self.whole.layouts[Ref(item.name)]
                 self.constants[item.name] = own.take(full, self.whole.tp, self.rank)
-        for ref in self.whole.gathered:
-            self.now[ref] = self.move(ref, self.whole.layouts[ref], "all_gather")
+        for ref in (Ref(i.name) for i in self.graph.inputs):  # in one order on all ranks
+            if ref in self.whole.gathered:
+                self.now[ref] = self.move(ref, self.whole.layouts[ref], "all_gather")
         homes = {name: split for split in self.whole.sequences for name in split.nodes}
         inside = {
             id(s): replace(self.whole, layouts={**self.whole.layouts, **s.layouts})
@@ -90,7 +91,7 @@ class SpmdPartitioner:
 
     def is_split(self, ref: Ref) -> bool:
         """Whether a value is split, as the node being written sees it."""
-        return self.sharding.layouts[ref].is_split
+        return ref not in self.whole.gathered and self.sharding.layouts[ref].is_split
 
     def local_spec(self, ref: Ref) -> TensorSpec:
         """Shape and dtype of this rank's part of a value, as the node being written sees it."""
@@ -328,7 +329,11 @@ class SpmdPartitioner:
         self.now[ref] = Ref(name)
 
     def output(self, out: Output) -> Output:
-        """An output; what the user reads is gathered whole, and so is the waist."""
+        """An output; what the user reads is gathered whole, and so are the waist, and a buffer that
+        parts of a sequence are written to.
+        """
+        if out.kind is OutputKind.BUFFER:
+            return out.at(self.read(out.ref))
         if out.kind not in (OutputKind.RESULT, OutputKind.WAIST):
             return out.at(self.now.get(out.ref, out.ref))
         if not self.is_split(out.ref):
