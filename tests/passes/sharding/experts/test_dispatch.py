@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from merakc.errors import ShardError
-from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.passes.sharding.experts.dispatch import check_rows, rows_of_experts, uncut
+from merakc.passes.sharding.layouts import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.sharding.experts.mixtures import EXPERTS, Part, graph_of
@@ -45,7 +46,12 @@ def test_rows_go_to_their_experts_and_back() -> None:
     ("parts", "said"),
     [
         ({"beside": lambda m: m.up.sum()}, "weights are read by aten.sum"),
-        ({"up": lambda m: m.up + m.up.detach()}, "more than one parameter at .*test_dispatch"),
+        (
+            {"up": lambda m: m.up + m.up.detach()},
+            "made at .*test_dispatch.* of more than one parameter",
+        ),
+        ({"up": lambda m: m.up.flip(0)}, "or of those of other experts"),
+        ({"up": lambda m: m.up.cumsum(0)}, "or of those of other experts"),
         ({"between": lambda m, made, ids: made.flip(0)}, "not found to compute row by row"),
     ],
 )
@@ -53,6 +59,21 @@ def test_experts_that_cannot_be_apart_are_refused(parts: Any, said: str) -> None
     with pytest.raises(ShardError, match=said) as error:
         _locals(**parts)
     assert re.search("use ep=1", str(error.value))
+
+
+def test_weights_are_gathered_in_one_order_on_all_ranks() -> None:
+    """Where nothing can be sent. The order of a set would be another in each process."""
+    graph = graph_of()
+    weights = [i for i in graph.inputs if i.kind is InputKind.PARAMETER and i.spec.shape[1:]]
+    splits = {i.target: str(i.spec.shape[0]) + "* x " + " x ".join(map(str, i.spec.shape[1:]))
+              for i in weights}  # fmt: skip
+    sharding = computed_whole(graph, 2, splits)
+    for rank in range(2):
+        local = spmd_partition(graph, sharding, rank)
+        local.verify()
+        gathers = [n.args[0].node for n in local.nodes if n.op == "merakc.all_gather.default"]
+        assert gathers == [i.name for i in weights]
+        assert not any(n.op == "merakc.copy_to.default" for n in local.nodes)
 
 
 def test_there_are_no_more_ranks_than_experts() -> None:
