@@ -57,7 +57,7 @@ class Mixture(nn.Module):
         """What the experts of each token make of it, weighed and added up."""
         part, product = self.parts.get, torch.ops.merakc.grouped_mm
         chances, chosen = self.router(x).softmax(-1).topk(COPIES, -1)
-        ids, order = chosen.reshape(-1).sort()
+        ids, order = part("numbers", lambda ids, _: ids)(chosen.reshape(-1), chances).sort()
         ends = part("ends", ends_of)(ids)
         rows = part("rows", lambda x, order: x[order // COPIES])(x, order)
         made = product(rows, part("up", lambda m: m.up)(self), ends)
