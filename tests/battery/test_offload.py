@@ -117,8 +117,8 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-SENT_BYTES = 3 * (64 // 4) * LENGTH * WIDTH * 8
-"""Three messages: what a rank holds for as long as a busy neighbor has not taken them."""
+SENT_BYTES = 4 * (64 // 4) * LENGTH * WIDTH * 8
+"""A message for each micro-batch: what a rank holds where a busy neighbor has taken none yet."""
 
 
 def on_ranks() -> list[tuple[Found, Found]]:
