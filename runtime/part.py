@@ -182,10 +182,10 @@ class TensorPart(torch.Tensor):
         raise _refusal(f"torch.{name} is called on", part)
 
     def numpy(self, **_: Any) -> Never:
-        """Refuses, as what asks for the memory of all elements: safetensors, NumPy, pickles."""
+        """Refuses: there are not all elements."""
         raise _refusal("all elements are read of", self.place)
 
-    __array__ = data_ptr = storage = untyped_storage = tolist = numpy  # type: ignore[assignment]
+    __array__ = tolist = numpy  # type: ignore[assignment]
 
     # ---- what torch.distributed.checkpoint asks
 
