@@ -19,7 +19,7 @@ PLACES = {
     "aten.argsort.default": 0, "aten.argmax.default": 0, "aten.argmin.default": 0,
 }  # fmt: skip
 COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.reshape.default",
-          "aten.flatten.using_ints", "aten._to_copy.default")  # fmt: skip
+          "aten.flatten.using_ints", "aten._to_copy.default", "aten.to.dtype")  # fmt: skip
 DIVISIONS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
 GROUPED = "merakc.grouped_mm.default"
 ATTEMPTS = (
@@ -56,6 +56,8 @@ def _are_places(
 ) -> bool:
     """Whether numbers are places of as many values as there are experts, and so none is another."""
     while ref.node in makers and (is_view(makers[ref.node]) or makers[ref.node].op in COPIES):
+        if specs[ref].dtype not in (torch.int32, torch.int64):  # which may not hold them
+            return False
         ref = makers[ref.node].refs[0]
     maker = makers.get(ref.node)
     if maker is None or PLACES.get(maker.op) != ref.index:

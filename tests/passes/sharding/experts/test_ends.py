@@ -38,3 +38,5 @@ def test_numbers_of_no_expert_count_too() -> None:
     assert not _ends(numbers=below)
     assert _ends(numbers=below, ends=counted)
     assert _ends(numbers=above, ends=counted)
+    assert _ends(numbers=lambda ids, _: ids.int())
+    assert not _ends(numbers=lambda ids, _: ids.to(torch.int8).long())  # it might not hold them
