@@ -137,9 +137,9 @@ def test_not_a_bit_changes_on_two_ranks() -> None:
         for layout, (kept, moved) in zip(LAYOUTS, rank, strict=True):
             assert_same_bits(kept, moved)
             assert moved.host_measured == moved.host_predicted > 0, layout
-            assert moved.measured <= kept.measured, layout
             off_bytes = kept.measured - kept.predicted
             sent_bytes = SENT_BYTES if layout.get("pp") else 0
+            assert moved.measured <= kept.measured + sent_bytes, layout
             assert moved.measured - moved.predicted == pytest.approx(
                 off_bytes, abs=0.03 * kept.measured + sent_bytes
             ), layout
