@@ -33,3 +33,25 @@ def test_parameters_are_put_back_and_new_ones_looked_at() -> None:
     assert state.again(model) is not state
     state.put_back()
     assert model.layer.weight is weight
+
+
+def test_what_goes_from_one_container_into_the_next_is_seen() -> None:
+    model = nn.Module()
+    model.one, model.other = [1, 2], [3]
+    state = WatchedState(model)
+    assert not state.moved()
+    model.other.insert(0, model.one.pop())  # all that is held stands in the same order
+    assert state.moved()
+
+
+def test_equal_values_are_told_apart() -> None:
+    model = nn.Module()
+    model.scale, model.table = 1, {"x": 1}
+    for value in (True, 1.0, 1):
+        state = WatchedState(model)
+        assert not state.moved()
+        model.scale = value
+        assert state.moved()
+    state = WatchedState(model)
+    model.table = dict(model.table)
+    assert state.moved()
