@@ -197,14 +197,14 @@ def split_batch(
     others are given to every micro-batch as they are. Raises `ConfigError` where the batch does not
     divide.
     """
+    if micro_batches == 1:
+        return [(tuple(args), dict(kwargs))]
     size = batch_size_of(args, kwargs, dims)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
             f"micro_batches must divide {size}: {divisors(size)}"
         )
-    if micro_batches == 1:
-        return [(tuple(args), dict(kwargs))]
     each, sampled = size // micro_batches, sample_rows(args, kwargs, dims)
 
     def part(first: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -270,11 +270,13 @@ def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, t
 
 def path_name(path: Sequence[Any]) -> str:
     """The name of a leaf of (args, kwargs): `input_ids`, `0`, `targets.boxes`."""
-    return ".".join(_step(p) for p in path[1:])
+    return ".".join([_step(p) for p in path[1:]])
 
 
 def _step(entry: Any) -> str:
     """A mapping's key, a sequence's index or a named tuple's field."""
+    if type(entry) is pytree.MappingKey:  # most are
+        return str(entry.key)
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,8 +38,12 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any | None:
 
 def _has_more(layers: Sequence[Any]) -> bool:
     """Whether some layers keep other states too, that other methods write."""
-    kinds = {type(layer) for layer in layers}
-    return any(name.startswith("update_") for kind in kinds for name in dir(kind))
+    return any(map(_has_other_updates, set(map(type, layers))))
+
+
+@cache
+def _has_other_updates(kind: type) -> bool:
+    return any(name.startswith("update_") for name in dir(kind))
 
 
 class WithCache(WithLoss):
