@@ -47,6 +47,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.streams import bring
 from merakc.schedules.planned import with_fewer
+from merakc.train.alike import check_alike
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
@@ -147,7 +148,10 @@ class Steps:
         chunks: Mapping[int, StageGraphs],
         layout: BatchLayout,
     ) -> CompiledStep:
-        """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
+        """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`.
+        Collective over the ranks of this dp replica, whose steps must fit each other.
+        """
+        check_alike(lowered, chunks, self.groups.axis("model"), self.groups.coordinates[1])
         form, key = key[-1], self.reads.add(key, recording.reads, recording.of_whole)
         train = form.train and recording.has_loss
         program = lowered.programs(forward_only=not train)[self.groups.rank]

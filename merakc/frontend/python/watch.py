@@ -102,7 +102,7 @@ class Watch:
             return (
                 any(self._empty)
                 or self._told() != self._before
-                or self._there != self._items()
+                or not self._there.are(self._items())
                 or not all(map(call, self._lack, self._absent))
                 or any(order_of(h) is not None or any(True for _ in differences(h)) for h in rest)
             )
@@ -121,10 +121,9 @@ class Same:
     def _of(objects: list[Any]) -> bytes:
         return np.fromiter(objects, object, len(objects)).tobytes()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, list) and self._of(other) == self._addresses
-
-    __hash__ = None
+    def are(self, objects: list[Any]) -> bool:
+        """Whether they are these, in this order."""
+        return self._of(objects) == self._addresses
 
 
 class WatchedState(PythonState):
@@ -175,7 +174,7 @@ class WatchedState(PythonState):
         Where that has changed, as by annotations that somebody asks for, they are read.
         """
         now = gc.get_referents(*self._functions)
-        if self._referents == now:
+        if self._referents.are(now):
             return False
         self._referents = Same(now)
         return not all(map(is_, self.parts(), self._parts))
@@ -196,6 +195,7 @@ class WatchedState(PythonState):
 
 def namespace(cls: type) -> dict[str, Any]:
     """The dict behind the attributes of a class."""
+    space: dict[str, Any]
     [space] = gc.get_referents(vars(cls))
     return space
 

@@ -135,10 +135,11 @@ class ContextProblem(Problem):
                 if ref in self.parameters:
                     barred.update(f for dim in self.dims.of[ref] for f in leaves(dim))
         sizes: Counter[Factor] = Counter()
-        for ref in self.grads - self.parameters:
-            for factor in {f for dim in self.dims.of[ref] for f in leaves(dim)} - barred:
-                if factor.size >= self.sharding.tp:
-                    sizes[factor] += self.specs[ref].size_bytes
+        for ref, spec in self.specs.items():  # in order: of equals the first counts on every rank
+            if ref in self.grads and ref not in self.parameters:
+                for factor in dict.fromkeys(f for dim in self.dims.of[ref] for f in leaves(dim)):
+                    if factor.size >= self.sharding.tp and factor not in barred:
+                        sizes[factor] += spec.size_bytes
         return [factor for factor, _ in sizes.most_common()]
 
     def place(self, ref: Ref, factor: Factor) -> tuple[int, int] | None:

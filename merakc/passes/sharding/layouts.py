@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.layout import DimFactor, Layout, parse_layout
@@ -116,6 +117,12 @@ class Sharding:
             for ref in (*node.refs, *outs)
         }
 
+    def told(self) -> str:
+        """All of it, in the same words wherever it is the same."""
+        split = [f"{ref} {lay}" for ref, lay in self.layouts.items() if lay.is_split]
+        opaque = [node.name for node in self.opaque]
+        return _told((sorted(split), self.partial, opaque, self.sequences, self.gathered))
+
     def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
         """The same sharding, with values also known by other names."""
         also = tuple(
@@ -143,3 +150,16 @@ class Sharding:
         grads = graph.grad_values()
         trained = [n for n in self.opaque if not grads.isdisjoint(n.refs)]
         return tuple(dict.fromkeys(f"{n.op} at {n.source}" for n in trained))
+
+
+def _told(value: Any) -> str:
+    """What sets and mappings hold comes in an order that is not that of any process."""
+    if isinstance(value, Set):
+        return f"{{{', '.join(sorted(map(_told, value)))}}}"
+    if isinstance(value, Mapping):
+        return _told(frozenset(value.items()))
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return f"[{', '.join(map(_told, value))}]"
+    if isinstance(value, (SequenceSplit, Dispatched)):
+        return _told([getattr(value, field.name) for field in fields(value)])
+    return str(value)

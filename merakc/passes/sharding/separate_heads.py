@@ -37,9 +37,9 @@ def separate_heads(graph: Graph, tp: int) -> Graph:
             name = f"{node.name}.heads"
             inputs.append(Input(name, InputKind.CONSTANT, TensorSpec((heads,), index.dtype)))
             constants[name] = index
-            copies = [_looked_up(node, ref, name, specs[ref]) for ref in (key, value)]
-            nodes += copies
-            refs = [Ref(copy.name) for copy in copies]
+            copies = {ref: _looked_up(node, ref, name, specs[ref]) for ref in (key, value)}
+            nodes += copies.values()
+            refs = [Ref(copies[ref].name) for ref in (key, value)]
             nodes.append(replace(node, args=(query, *refs, *node.args[3:])))
         else:
             nodes.append(node)
@@ -59,7 +59,7 @@ def _looked_up(node: Node, ref: Ref, index: str, spec: TensorSpec) -> Node:
     heads = node.outputs[0].shape[HEADS_DIM] if node.outputs[0] else 0
     return replace(
         node,
-        name=f"{node.name}.{ref.node}",
+        name=f"{node.name}.{ref.node}{f'.{ref.index}' if ref.index else ''}",
         op="aten.index.Tensor",
         args=(ref, (None, Ref(index))),
         kwargs=(),

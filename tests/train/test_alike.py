@@ -1,0 +1,78 @@
+"""Ranks of a replica that would compile steps that do not fit each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import MismatchError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.passes.sharding.layouts import Sharding
+
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"cp": 2}]
+LENGTH, LONGER = 6, 8
+OWN = {"rank": 0}  # as a module of the user's may have it, from the environment
+
+
+class Layers(nn.Module):
+    """Layers of which a batch of another length goes by the rank, as the example's does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if x.shape[1] == LENGTH else 1.0 + OWN["rank"]
+        return (self.down(self.up(x).relu()) * scale).square().mean()
+
+
+def refused(layout: dict[str, Any], *, by_rank: bool) -> str:
+    """What a batch of another length says."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = merakc.auto_parallel(
+        Layers(), torch.ones(2, LENGTH, 4), cluster=NOMINAL_CPU, micro_batches=1, **layout
+    )
+    model(torch.ones(2, LENGTH, 4)).backward()
+    if by_rank:
+        OWN["rank"] = rank
+    elif rank:
+        said = Sharding.told
+        Sharding.told = lambda own: f"{said(own)} otherwise"  # type: ignore[method-assign]
+    try:
+        model(torch.ones(2, LONGER, 4)).backward()
+    except MismatchError as error:
+        return str(error)
+    finally:
+        OWN["rank"] = 0
+        if not by_rank and rank:
+            Sharding.told = said  # type: ignore[method-assign]
+    return "trained"
+
+
+def every() -> list[str]:
+    return [refused(layout, by_rank=by_rank) for by_rank in (True, False) for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def told() -> list[list[str]]:
+    return run_ranks(2, every)
+
+
+def test_a_forward_that_goes_by_the_rank_is_refused_on_every_rank(told: list[list[str]]) -> None:
+    for own in told:
+        for text in own[: len(LAYOUTS)]:
+            assert "ranks 0 and 1 have recorded different forwards of this batch" in text
+            assert "must not go by the rank" in text
+
+
+def test_steps_that_are_split_otherwise_are_refused_on_every_rank(told: list[list[str]]) -> None:
+    for own in told:
+        for text in own[len(LAYOUTS) :]:
+            assert "ranks 0 and 1 have split this batch's step otherwise" in text
