@@ -18,6 +18,7 @@ from merakc.kernels import gemm
 from merakc.kernels.collectives import all_reduce_over
 from merakc.kernels.ops import returns_view
 
+SCATTER = "aten.scatter_add.default"
 # By op, the arguments that the result may be written over, and what does it: with that argument
 # first.
 OVERWRITING: Final[Mapping[str, tuple[tuple[int, ...], Callable[..., Tensor]]]] = {
@@ -30,7 +31,7 @@ OVERWRITING: Final[Mapping[str, tuple[tuple[int, ...], Callable[..., Tensor]]]] 
     "aten.neg.default": ((0,), Tensor.neg_),
     "aten.exp.default": ((0,), Tensor.exp_),
     "aten.masked_fill.Scalar": ((0,), Tensor.masked_fill_),
-    "aten.scatter_add.default": ((0,), Tensor.scatter_add_),
+    SCATTER: ((0,), Tensor.scatter_add_),
     "merakc.all_reduce.default": ((0,), all_reduce_over),
 }
 # Ops that are none of torch's and keep nothing of what they read.
@@ -60,9 +61,10 @@ def overwrites(graph: Graph) -> dict[str, int]:
             arg = node.args[place]
             if not isinstance(arg, Ref) or arg not in whole or specs[arg] != node.spec:
                 continue
-            beside = (roots.get(other) for other in node.refs if other != arg)
             root = roots[arg]
-            if last[root] == k and root not in pinned and root not in beside:
+            read = [ref for ref in node.refs if roots.get(ref) == root]
+            safe = [arg] * (1 if node.op == SCATTER else len(read))  # others go by each element
+            if last[root] == k and root not in pinned and read == safe:
                 found[node.name] = place
                 break
     return found

@@ -34,6 +34,14 @@ CASES: dict[str, tuple[Graph, dict[str, int]]] = {
     "the other factor": (graph(MADE, ("y", "aten.mul.Tensor", (X, A))), {"y": 1}),
     "what is subtracted": (graph(MADE, ("y", "aten.sub.Tensor", (X, A))), {}),
     "its square": (graph(MADE, ("y", "aten.mul.Tensor", (A, A))), {"y": 0}),
+    "what is added to itself, each element elsewhere": (
+        graph(MADE, ("y", "aten.scatter_add.default", (A, 0, X, A))),
+        {},
+    ),
+    "what another is added to, each element elsewhere": (
+        graph(MADE, ("y", "aten.scatter_add.default", (A, 0, X, X))),
+        {"y": 0},
+    ),
     "a factor and its transpose": (
         graph(MADE, ("b", "aten.t.default", (A,)), ("y", "aten.mul.Tensor", (A, B))),
         {},

@@ -187,6 +187,9 @@ class ContextProblem(Problem):
             }
             if len(ends) != 1 or None in ends or ends & summed:
                 return None
+            # Of one value, two dims of the result: a rank has the part of one, all of the other.
+            if any([f for dim in rule.of[o] for f in leaves(dim)].count(*ends) > 1 for o in made):
+                return None
         parts: set[Factor] = set()
         whole: set[Ref] = set()
         for ref, alias in aliases_of(node).items():

@@ -137,3 +137,23 @@ def test_of_dims_that_are_as_good_every_process_takes_the_same() -> None:
         run = [sys.executable, "-c", code]
         found = subprocess.run(run, env=own, capture_output=True, text=True, check=True)
         assert found.stdout.strip() == told_of_windows()
+
+
+class Distances(nn.Module):
+    """Of each token from each: one value has both dims of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up = nn.Embedding(WORDS, H), nn.Linear(H, H)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.words(ids))
+        return (torch.cdist(x, x) @ x).square().sum()
+
+
+def test_what_has_all_of_a_value_and_its_part_is_computed_whole() -> None:
+    graph = record(Distances(), (torch.zeros(B, S, dtype=torch.long),), {}).graph
+    nodes = {name for split in _split(graph).sequences for name in split.nodes}
+    (distances,) = (n.name for n in graph.nodes if "cdist" in n.op)
+    assert distances not in nodes
+    assert {n.name for n in graph.nodes if "linear" in n.op} <= nodes
