@@ -43,9 +43,9 @@ from merakc.cli.calibration import calibrate
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import load_cluster
-from merakc.train.expected import expected, stage_seconds
+from merakc.train.expectations.expected import expected, stage_seconds
+from merakc.train.expectations.trials import Seconds, trial, values_of
 from merakc.train.starting import machines_for
-from merakc.train.trials import Seconds, trial, values_of
 
 STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND, PRICE_BOUND = 0.10, 0.05, 0.05, 0.05, 0.05
 BATCH, MICRO_BATCHES = 16, 4

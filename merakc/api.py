@@ -51,10 +51,10 @@ from merakc.runtime.health.job import TIMEOUT_S, call
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.simulation.simulate import Simulation
 from merakc.train.batch_layout import may_be_joined
-from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import Weights
 from merakc.train.compiled_step import CompiledStep, Form
-from merakc.train.expected import expected
+from merakc.train.expectations.bookkeeping import Bookkeeper, make_header
+from merakc.train.expectations.expected import expected
 from merakc.train.mirror import users_type
 from merakc.train.model import AdaptedModel, ParallelModel
 from merakc.train.outside.within import is_adapted
@@ -344,14 +344,15 @@ def _priced(
 def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) -> dict[str, str]:
     """What all ranks must have in common."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    shapes = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
-    digest = hashlib.sha256(shapes.encode()).hexdigest()
+    told = sorted((name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors)
+    digest = hashlib.sha256(repr(told).encode()).hexdigest()
     return {
         "versions": f"merakc {__version__}, torch {torch.__version__}",
         "arguments": f"{fixed}, {agreed}",
         "model": f"{recording.model_name} with {len(tensors)} parameters and buffers",
         "names and shapes of parameters and buffers": digest[:16],
-        "the recorded forward": fingerprint(recording.graph).hash[:16],
+        "the recorded forward (by the rank, or by the order of a set, where they have no common "
+        "PYTHONHASHSEED)": fingerprint(recording.graph).hash[:16],
     }
 
 

@@ -35,7 +35,7 @@ from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import parse_shards
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.report.text import format_bytes
-from merakc.train.trials import trial
+from merakc.train.expectations.trials import trial
 
 STAGES = ("zero-0", "zero-1", "zero-2", "zero-3")
 SINGLE = Precision(4, 4, 8)  # float32, and Adam's two states

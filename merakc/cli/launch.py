@@ -109,9 +109,10 @@ def torchrun(ranks: int, nodes: str, rendezvous: str | None, max_restarts: int) 
 
 def settings(ranks: int, given: Mapping[str, str], *, alone: bool) -> dict[str, str]:
     """What the ranks' environment lacks: threads that share the cores, where torchrun gives each
-    one, and on one machine whose name says nothing the address by which gloo finds itself.
+    one; one order of sets, which forwards may go by; and on one machine whose name says nothing the
+    address by which gloo finds itself.
     """
-    found = {}
+    found = {} if "PYTHONHASHSEED" in given else {"PYTHONHASHSEED": "0"}
     if "OMP_NUM_THREADS" not in given:
         found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
     if alone and "GLOO_SOCKET_IFNAME" not in given and not _has_address():

@@ -30,6 +30,7 @@ from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.kinds import usual_types
 from merakc.frontend.python.plain_tensors import check_identities, check_memory
+from merakc.frontend.python.sets import goes_through_sets, in_needed_order
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.values.outside import LossAndOutputs
 from merakc.frontend.values.reads import Reads, ValuesNeededError
@@ -246,6 +247,8 @@ def _record(
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
             how.compared.add(graph)
     aliases = aliases_of(model)
+    if goes_through_sets(model):
+        graph = in_needed_order(graph)
     graph.verify()
     made = Recording(
         without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]

@@ -50,7 +50,8 @@ def check_alike(
             raise MismatchError(
                 f"ranks {ranks[0]} and {rank} have recorded different forwards of this batch: "
                 f"{where}; a forward must not go by the rank, by time or by chance, and all ranks "
-                "must have the same code and packages"
+                "must have the same code and packages; where it goes by the order of a set, start "
+                "all with one PYTHONHASHSEED, as merakc launch does"
             )
         if own[1] != every[0][1] or own[3] != first_of[own[2]][3]:
             raise MismatchError(

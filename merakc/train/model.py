@@ -22,10 +22,10 @@ from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, place_of, plain
 from merakc.simulation.simulate import Simulation
-from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import check_trained, model_call
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.data.lent import Lent
+from merakc.train.expectations.bookkeeping import Bookkeeper
 from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name

@@ -22,8 +22,8 @@ from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.health.job import start_job
 from merakc.runtime.links import memory_bytes
 from merakc.train.checkpoints.full_state import gather_on_request
+from merakc.train.expectations.trials import shared_cores
 from merakc.train.steps import living
-from merakc.train.trials import shared_cores
 
 
 def started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:

@@ -52,8 +52,9 @@ def test_several_machines_meet_at_an_address() -> None:
 
 
 def test_what_is_set_stays() -> None:
-    assert settings(10**6, {"GLOO_SOCKET_IFNAME": "eth0"}, alone=True) == {"OMP_NUM_THREADS": "1"}
-    assert settings(2, {"OMP_NUM_THREADS": "5"}, alone=False) == {}
+    given = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONHASHSEED": "7"}
+    assert settings(10**6, given, alone=True) == {"OMP_NUM_THREADS": "1"}
+    assert settings(2, {"OMP_NUM_THREADS": "5"}, alone=False) == {"PYTHONHASHSEED": "0"}
 
 
 def test_a_plan_says_how_many_ranks(tmp_path: Path) -> None:

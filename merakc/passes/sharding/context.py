@@ -185,10 +185,11 @@ class ContextProblem(Problem):
             ends = {
                 self.covering(rule.of[o], p, factor.size) for o, p in zip(made, places, strict=True)
             }
-            if len(ends) != 1 or None in ends or ends & summed:
+            (end,) = ends if len(ends) == 1 else (None,)
+            if end is None or end in summed:
                 return None
             # Of one value, two dims of the result: a rank has the part of one, all of the other.
-            if any([f for dim in rule.of[o] for f in leaves(dim)].count(*ends) > 1 for o in made):
+            if any([f for dim in rule.of[o] for f in leaves(dim)].count(end) > 1 for o in made):
                 return None
         parts: set[Factor] = set()
         whole: set[Ref] = set()

@@ -19,7 +19,7 @@ from merakc.errors import LedgerError, MerakWarning
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan_file import load_plan
 from merakc.machines.cluster import NOMINAL_CPU, Factors
-from merakc.train.bookkeeping import COUNTED_STEP, _Optimizers, modelled
+from merakc.train.expectations.bookkeeping import COUNTED_STEP, _Optimizers, modelled
 from merakc.train.model import ParallelModel
 from tests.battery.small_models import Words, parallel, part, warm_up, words
 

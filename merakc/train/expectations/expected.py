@@ -31,9 +31,7 @@ from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulation.nccl import verify_calls
 from merakc.simulation.simulate import Simulation
 from merakc.train.compiled_step import CompiledStep
-from merakc.train.steps import Steps
-from merakc.train.told import begin
-from merakc.train.trials import (
+from merakc.train.expectations.trials import (
     Batch,
     Seconds,
     measure_around,
@@ -41,6 +39,8 @@ from merakc.train.trials import (
     shared_cores,
     values_of,
 )
+from merakc.train.steps import Steps
+from merakc.train.told import begin
 from merakc.version import __version__
 
 # How often the seconds of computes are corrected that take turns.

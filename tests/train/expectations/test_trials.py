@@ -13,9 +13,8 @@ import merakc
 from benchmarks.ranks import run_ranks
 from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Sharing
-from merakc.train import trials
-from merakc.train.steps import Steps
-from merakc.train.trials import (
+from merakc.train.expectations import trials
+from merakc.train.expectations.trials import (
     TRIALS,
     count_of,
     measure_around,
@@ -23,6 +22,7 @@ from merakc.train.trials import (
     shared_cores,
     values_of,
 )
+from merakc.train.steps import Steps
 from tests.batch_models import CASES, made, reference
 from tests.battery.small_models import Words, parallel, words
 

@@ -15,8 +15,8 @@ from merakc.costs.spent import by_rank, merged
 from merakc.ir.program import ActionKind
 from merakc.kernels import gemm
 from merakc.machines.cluster import NOMINAL_CPU, Sharing
-from merakc.train import expected as module
-from merakc.train.expected import _of_slowest, expected
+from merakc.train.expectations import expected as module
+from merakc.train.expectations.expected import _of_slowest, expected
 from tests.battery.small_models import Words, parallel, warm_up, words
 
 
@@ -61,7 +61,7 @@ def test_a_plan_brings_along_what_was_measured(
     first = parallel(Words, words(0), cluster=None)
     first.plan_file.save(path)
     with monkeypatch.context() as patched:
-        patched.setattr("merakc.train.expected.measure_computes", refused)
+        patched.setattr("merakc.train.expectations.expected.measure_computes", refused)
         again = parallel(Words, words(0), cluster=None, plan=path)
     assert again.plan_file == first.plan_file
     assert again.simulation.step_s == first.simulation.step_s
@@ -78,12 +78,12 @@ def test_figures_of_something_else_are_measured_again(
     if what == "another plan":
         file = replace(file, decisions=replace(file.decisions, conventions=("another",)))
     elif what == "another machine":
-        monkeypatch.setattr("merakc.train.expected._processor", lambda: "an abacus")
+        monkeypatch.setattr("merakc.train.expectations.expected._processor", lambda: "an abacus")
     elif what == "more threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     else:
         file = replace(file, measured=None)
-    monkeypatch.setattr("merakc.train.expected.measure_computes", refused)
+    monkeypatch.setattr("merakc.train.expectations.expected.measure_computes", refused)
     with pytest.raises(AssertionError, match="computes were measured"):
         parallel(Words, words(0), cluster=None, plan=file)
 
