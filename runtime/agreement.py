@@ -52,7 +52,8 @@ class Compared(Protocol):
 class Agreement:
     """The numbers of one rank. `leaves` are those of the batch that is running, if one is; `common`
     are its tensors that are the same for all samples, by name, `beside` the sizes that stand beside
-    the samples in the others, by name and dim.
+    the samples in the others, by name and dim; `forward` is a mark of what is computed, where it is
+    the same for all ranks.
 
     `settings` are those of the optimizers of the rank's `parameters` that have taken a step since
     the last loss, in words: what they were given, and all that they work with. The first is the
@@ -66,6 +67,7 @@ class Agreement:
     compared: bool = False  # whether a batch was compared before it ran
     common: Mapping[str, torch.Tensor] = field(default_factory=dict)
     beside: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    forward: str = ""
     settings: dict[int, tuple[str, str]] = field(default_factory=dict)
     weights: Compared | None = None
     parted: str = ""  # why ranks' weights are of different steps, until weights are loaded
@@ -149,11 +151,12 @@ class Agreement:
         optimizers, told = ("; ".join(own) for own in words)
         self.settings.clear()
         job = f"{optimizers or NO_OPTIMIZER}, {self._trained()}"
+        forward, self.forward = self.forward, ""
         value = _hash(leaves or (), step)
         marks = [
             _batch_mark(value, mesh, rank),
             settings_mark(told, mesh, rank),
-            common_settings_mark(job, mesh, rank),
+            common_settings_mark(job + forward, mesh, rank),
             common_mark(common.values(), mesh, rank, step),
             _common_mark(value, mesh, rank),
         ]
@@ -171,6 +174,7 @@ class Agreement:
                 f"ranks of another data-parallel replica were given different batches; {_BATCHES}"
             )
         if jobs:
+            _check_forwards(forward, world)
             self._tell_optimizers(job, world, lambda rank: 0)
         if stages:
             self._tell_optimizers(told, world, lambda rank: mesh.coordinates(rank)[1])
@@ -246,6 +250,19 @@ class Agreement:
             unlike = of_other_size(shapes, [beside for _, beside in everyone])
             if unlike is not None:
                 raise _not_common(name, f"of shapes {[list(s) for s in shapes]}", 0, unlike)
+
+
+def _check_forwards(own: str, world: dist.ProcessGroup) -> None:
+    """Raises `MismatchError` where ranks have recorded other forwards than rank 0; collective."""
+    everyone = [""] * world.size()
+    dist.all_gather_object(everyone, own, group=world)
+    odd = [rank for rank, forward in enumerate(everyone) if forward != everyone[0]]
+    if odd:
+        raise MismatchError(
+            f"ranks {odd} have recorded another forward than rank 0, of batches of one shape; "
+            "a forward must not go by the rank, by time or by chance, and all ranks must have the "
+            "same code and packages"
+        )
 
 
 def of_other_size(

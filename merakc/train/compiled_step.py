@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from merakc.frontend.python.fingerprint import fingerprint
 from merakc.ir.batches import BatchLayout, Rows
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import StageGraphs
@@ -149,6 +150,14 @@ class CompiledStep:
         if found is None or len(self.layout.sizes) == 1:
             return ()
         return facts(found, self.lowered.loss)
+
+    @cached_property
+    def mark(self) -> str:
+        """The same on all dp ranks whose batches are of the same shapes; empty of others."""
+        found, sizes = self.recording.found, self.layout.sizes
+        if found is None or len(sizes) == 1 or len(set(sizes)) > 1:
+            return ""
+        return fingerprint(found.whole).hash
 
     @cached_property
     def sampled(self) -> Mapping[str, Rows]:

@@ -307,6 +307,7 @@ class Steps:
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
         self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
+        self.agreement.forward = step.mark if self.alike else ""
         self._share_buffers()
         inputs, known = self.brought(step, batches)
         made = step.besides.before(batches, args, kwargs)

@@ -16,6 +16,7 @@ from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.sharding.layouts import Sharding
 
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"cp": 2}]
+DP = {"dp": 2}
 LENGTH, LONGER = 6, 8
 OWN = {"rank": 0}  # as a module of the user's may have it, from the environment
 
@@ -57,7 +58,8 @@ def refused(layout: dict[str, Any], *, by_rank: bool) -> str:
 
 
 def every() -> list[str]:
-    return [refused(layout, by_rank=by_rank) for by_rank in (True, False) for layout in LAYOUTS]
+    found = [refused(layout, by_rank=by_rank) for by_rank in (True, False) for layout in LAYOUTS]
+    return [*found, refused(DP, by_rank=True)]
 
 
 @pytest.fixture(scope="module")
@@ -74,5 +76,12 @@ def test_a_forward_that_goes_by_the_rank_is_refused_on_every_rank(told: list[lis
 
 def test_steps_that_are_split_otherwise_are_refused_on_every_rank(told: list[list[str]]) -> None:
     for own in told:
-        for text in own[len(LAYOUTS) :]:
+        for text in own[len(LAYOUTS) : -1]:
             assert "ranks 0 and 1 have split this batch's step otherwise" in text
+
+
+def test_so_is_one_of_data_parallel_ranks(told: list[list[str]]) -> None:
+    for own in told:
+        assert (
+            "ranks [1] have recorded another forward than rank 0, of batches of one shape" in own[-1]
+        )
