@@ -189,6 +189,15 @@ def _own_ends(ends: Tensor, experts: Sequence[int], rank: int) -> Tensor:
     return each[_own(experts, rank)].cumsum(0, dtype=ends.dtype)
 
 
+def _unslice(grad: Tensor, dim: int, size: int, start: int, end: int, step: int) -> Tensor:
+    """What `aten.slice_backward` gives, of `size` elements in a dim; the other dims are as long as
+    those of `grad`, which may have other numbers of rows each time.
+    """
+    shape = [*grad.shape]
+    shape[dim] = size
+    return torch.ops.aten.slice_backward(grad, shape, dim, start, end, step)  # type: ignore[no-any-return]
+
+
 # Registration
 
 
@@ -265,3 +274,9 @@ torch.library.impl("merakc::own_ends", "default", _own_ends)
 torch.library.register_fake(
     "merakc::own_ends", lambda ends, experts, rank: ends.new_empty(experts[rank])
 )
+
+torch.library.define(
+    "merakc::unslice", "(Tensor grad, int dim, int size, int start, int end, int step) -> Tensor"
+)
+torch.library.impl("merakc::unslice", "default", _unslice)
+torch.library.register_fake("merakc::unslice", _unslice)

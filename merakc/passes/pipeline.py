@@ -44,7 +44,7 @@ from merakc.passes.programs.schedule import build_programs
 from merakc.passes.recompute.blocks import by_layers, find_blocks, in_place
 from merakc.passes.recompute.segments import recomputed
 from merakc.passes.running import Kind, Pass, run_passes, unwatched
-from merakc.passes.sharding.experts.dispatch import check_rows
+from merakc.passes.sharding.experts.dispatch import without_rows
 from merakc.passes.sharding.gather_products import gather_all, gather_products
 from merakc.passes.sharding.separate_heads import separate_heads
 from merakc.passes.sharding.spmd import spmd_partition
@@ -296,7 +296,7 @@ AUTODIFF: Final = (
     ),
     Pass(
         "partition", "Parts forward and backward, with the saved values between them.",
-        Kind.JOINT, Kind.PIECES, lambda graph, *_: partition(check_rows(graph)),
+        Kind.JOINT, Kind.PIECES, lambda graph, *_: partition(without_rows(graph)),
     ),
 )  # fmt: skip
 PIECES: Final = (

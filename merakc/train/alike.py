@@ -68,7 +68,8 @@ def _collectives(graph: Graph) -> Iterator[tuple[Any, ...]]:
     for node in graph.nodes:
         if AXIS in node.args and node.op not in LOCAL:
             at, outs = node.args.index(AXIS), [o.dtype for o in node.outputs if o is not None]
-            yield node.op, node.args[at : at + 3], outs
+            sizes = [x for x in node.args[at + 2 :] if isinstance(x, (list, tuple))]
+            yield node.op, node.args[at : at + 2], sizes, outs
 
 
 def _mark(value: Any) -> int:

@@ -2,12 +2,13 @@
 
 The experts' products and what stands between them. How many rows a rank gets is known when they
 come: the graph counts with `rows`, a prime that no other size in it is a multiple of, so that what
-depends on it shows (`check_rows`).
+depends on it shows (`without_rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from merakc.errors import ShardError
@@ -20,6 +21,7 @@ from merakc.passes.sharding.factors import leaves
 from merakc.passes.sharding.layouts import Dispatched, Sharding
 
 Rule = Callable[[Node], Dims]
+SLICED = "aten.slice_backward.default"
 EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
 
 
@@ -139,19 +141,38 @@ def rows_of_experts(graph: Graph) -> frozenset[int]:
     return frozenset(int(n.args[-1]) for n in graph.nodes if n.op in sends)
 
 
-def check_rows(graph: Graph) -> Graph:
-    """The graph itself. Raises `ShardError` where a call depends on how many rows the experts of a
-    rank get, which is not known before they come.
+def without_rows(graph: Graph) -> Graph:
+    """The graph with calls that take sizes from their arguments, where these are how many rows the
+    experts of a rank get, which is not known before they come. Raises `ShardError` where a call
+    depends on it otherwise.
     """
     rows = rows_of_experts(graph)
-    for node in graph.nodes if rows else ():
+    if not rows:
+        return graph
+    specs = graph.specs()
+
+    def is_of_rows(value: Any) -> bool:
+        return any(n and n % r == 0 for n in _numbers(value) for r in rows)
+
+    nodes = list(graph.nodes)
+    for k, node in enumerate(nodes):
         told = node.args[:-1] if node.op in EXCHANGES else node.args
-        if any(n and n % r == 0 for n in _numbers([told, node.kwargs]) for r in rows):
-            raise ShardError(
-                f"{node.op} at {node.source} depends on the number of rows that a rank's experts "
-                "get; use ep=1"
-            )
-    return graph
+        if not is_of_rows([told, node.kwargs]):
+            continue
+        if node.op == SLICED and not node.kwargs:
+            grad, sizes, dim, *place = node.args
+            dim %= len(sizes)
+            others = [s for d, s in enumerate(specs[grad].shape) if d != dim]
+            kept = [s for d, s in enumerate(sizes) if d != dim] == others
+            if kept and not is_of_rows([sizes[dim], place]):
+                args = (grad, dim, sizes[dim], *place)
+                nodes[k] = replace(node, op="merakc.unslice.default", args=args)
+                continue
+        raise ShardError(
+            f"{node.op} at {node.source} depends on the number of rows that a rank's experts get; "
+            "use ep=1"
+        )
+    return graph.with_nodes(nodes)
 
 
 def _numbers(value: Any) -> Iterator[int]:

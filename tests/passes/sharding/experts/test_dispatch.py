@@ -10,7 +10,7 @@ import torch
 
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
-from merakc.passes.sharding.experts.dispatch import check_rows, rows_of_experts, uncut
+from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, without_rows
 from merakc.passes.sharding.layouts import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
@@ -84,11 +84,11 @@ def test_there_are_no_more_ranks_than_experts() -> None:
 def test_what_depends_on_the_number_of_rows_is_refused() -> None:
     local = _locals()[0]
     (rows,) = rows_of_experts(local)
-    assert check_rows(local) is local
+    assert without_rows(local) is local
     spec = TensorSpec((2 * rows,), torch.float32)
     more = Node("more", "aten.zeros.default", ((2 * rows,),), (), (spec,), source="here:1")
     with pytest.raises(ShardError, match=r"zeros\.default at here:1 depends on the number of rows"):
-        check_rows(Graph(local.inputs, (*local.nodes, more), local.outputs, local.constants))
+        without_rows(Graph(local.inputs, (*local.nodes, more), local.outputs, local.constants))
 
 
 def test_no_stage_ends_among_rows_that_were_sent() -> None:
