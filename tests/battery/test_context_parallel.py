@@ -14,6 +14,7 @@ from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
+from benchmarks.zoo_models import ZOO
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -30,7 +31,7 @@ CASES = [
 @cache
 def reference(model: str) -> Reference:
     return train_reference(
-        MODELS[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=STEPS,
+        {**ZOO, **MODELS}[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=STEPS,
         lift_casts=True,
     )  # fmt: skip
 

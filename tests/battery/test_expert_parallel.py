@@ -13,16 +13,18 @@ import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
+from benchmarks.zoo_models import ZOO
 from merakc.equality.casts import lifted_casts
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS, reference
 
+EVERY = {**ZOO, **MODELS}
 CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("mixtral", Mesh(tp=4), {}),
     ("mixtral", Mesh(tp=2, pp=2), {"recompute": "full"}),
     ("mixtral", Mesh(dp=2, tp=2), {"offload": "activations", "recompute": "none"}),
-    ("mixtral", Mesh(tp=2), {"recompute": "full"}),
+    ("gpt_oss", Mesh(tp=2), {"recompute": "full"}),
     ("mixtral", Mesh(tp=2), {"recompute": "selective", "overlap": 2}),
 ]
 
@@ -30,7 +32,7 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
 @pytest.mark.parametrize(("model", "mesh", "options"), CASES, ids=str)
 def test_training_equals_one_process(model: str, mesh: Mesh, options: dict[str, Any]) -> None:
     task = Task(
-        MODELS[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True, axis="ep",
+        EVERY[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True, axis="ep",
         cluster=NOMINAL_CPU, options=options,
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))

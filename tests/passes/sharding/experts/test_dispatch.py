@@ -14,7 +14,7 @@ from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, with
 from merakc.passes.sharding.layouts import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
-from tests.passes.sharding.experts.mixtures import EXPERTS, Part, graph_of
+from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, graph_of
 
 
 def _locals(ranks: int = 2, **parts: Part) -> list[Graph]:
@@ -89,6 +89,29 @@ def test_what_depends_on_the_number_of_rows_is_refused() -> None:
     more = Node("more", "aten.zeros.default", ((2 * rows,),), (), (spec,), source="here:1")
     with pytest.raises(ShardError, match=r"zeros\.default at here:1 depends on the number of rows"):
         without_rows(Graph(local.inputs, (*local.nodes, more), local.outputs, local.constants))
+
+
+@pytest.mark.parametrize(("dim", "stands"), [(1, True), (-1, True), (0, False)])
+def test_slices_of_sent_rows_have_gradients_of_any_number_of_rows(dim: int, stands: bool) -> None:
+    local = _locals()[0]
+    (rows,) = rows_of_experts(local)
+    grad = next(n for n in local.nodes if n.outputs[0] and n.spec.shape == (rows, H))
+    shape = (rows, 2 * H) if stands else (2 * rows, H)
+    args = (Ref(grad.name), shape, dim, 0, 2**62, 2)
+    node = Node(
+        "more", "aten.slice_backward.default", args, (), (TensorSpec(shape, grad.spec.dtype),)
+    )
+    graph = local.with_nodes([*local.nodes, node])
+    if not stands:
+        with pytest.raises(ShardError, match="depends on the number of rows"):
+            without_rows(graph)
+        return
+    made = without_rows(graph).nodes[-1]
+    assert (made.op, made.args[1:3]) == ("merakc.unslice.default", (1, 2 * H))
+    for count in (rows, 3, 0):
+        given = torch.randn(count, H)
+        whole = torch.ops.aten.slice_backward(given, (count, 2 * H), *args[2:])
+        assert torch.equal(torch.ops.merakc.unslice(given, *made.args[1:]), whole)
 
 
 def test_no_stage_ends_among_rows_that_were_sent() -> None:
