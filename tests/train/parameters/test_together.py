@@ -41,8 +41,8 @@ class Noisy(ByNorm):
 
 
 MAKE: dict[str, Any] = {
-    "LBFGS": lambda p: O.LBFGS(p, lr=0.5, max_iter=4),
-    "line search": lambda p: O.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda p: O.LBFGS(p, lr=0.5, max_iter=3),
+    "line search": lambda p: O.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
     "by norm": ByNorm,
     # Those of the other kinds call back, too.
     "Muon": lambda p: O.Muon([x for x in p if x.ndim == 2], lr=0.02),
@@ -66,7 +66,7 @@ def trained(model: Any, optimizer: O.Optimizer) -> list[float]:
         optimizer.step()
         return loss
 
-    return [step() for _ in range(3)]
+    return [step() for _ in range(2)]
 
 
 def on_ranks(layout: dict[str, Any]) -> dict[str, Any]:
