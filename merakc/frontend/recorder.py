@@ -363,6 +363,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
     def _write(self, func: Any, args: Any, kwargs: Any, targets: list[torch.Tensor]) -> None:
         """An in-place call: its functional form, then the new values of the written tensors."""
         target, packet = targets[0], str(func).split(".")[1]
+        if packet == "zero_":
+            func, args = torch.ops.aten.fill_.Scalar, (target, 0)
         pure = functional(func)
         if pure is None and packet != "copy_":
             raise self._error(f"in-place call {func}", "merakc knows no form without the write")

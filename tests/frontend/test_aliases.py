@@ -177,6 +177,19 @@ def test_a_view_first_read_under_no_grad_keeps_its_gradient() -> None:
     check(Small(forward, layer=linear()), randn(4, 6))
 
 
+def test_zeros_are_filled_in() -> None:
+    """As all numbers are: of that call there are rules."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.layer(x)
+        y[:, 0].zero_()
+        return y.sum()
+
+    ops = [n.op for n in check(Small(forward, layer=linear()), randn(4, 6)).graph.nodes]
+    assert "aten.fill.Scalar" in ops
+    assert "aten.zero.default" not in ops
+
+
 def test_buffers_written_through_views_leave_the_graph() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         s.rows[1].copy_(s.layer(x).detach().mean(0))
