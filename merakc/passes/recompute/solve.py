@@ -81,9 +81,25 @@ def solve(
     """The choice that takes least time in a budget for the micro-batches in flight, of which each
     stores as much; None where even the least does not fit.
     """
-    every = (_solve(costs, *most, longest) for most in _shares(budget_bytes, in_flight))
-    found = [one for one in every if one is not None]
-    return min(found, key=lambda one: (one.again_s, one.stored_bytes), default=None)
+    best: Choice | None = None
+    waiting = [list(_shares(budget_bytes, in_flight))]
+    while waiting:
+        shares = waiting.pop()
+        # No share of these gives more than the first has at its highest and the last stores.
+        peak, stored = shares[0][0], shares[-1][1]
+        found = _solve(costs, peak, stored, longest)
+        if found is None or (best is not None and _order(found) >= _order(best)):
+            continue
+        if any(found.peak_bytes <= p and found.stored_bytes <= s for p, s in shares):
+            best = found
+        elif len(shares) > 1:
+            middle = len(shares) // 2
+            waiting += [shares[:middle], shares[middle:]]
+    return best
+
+
+def _order(choice: Choice) -> tuple[float, int]:
+    return choice.again_s, choice.stored_bytes
 
 
 def _shares(budget_bytes: int, in_flight: int) -> Iterator[tuple[int, int]]:
