@@ -125,12 +125,14 @@ def _rows(sizes: Collection[int], least: int) -> int:
 
 def uncut(position: Mapping[str, int], sharding: Sharding) -> tuple[int, ...]:
     """A mark for each node, equal where no stage may end: among rows that were sent to experts,
-    whose number no other stage knows.
+    whose number no other stage knows, and between what is sent, with the ends of its groups, and
+    there.
     """
     found = list(range(len(position)))
     for sequence in sharding.sequences:
         for one in sequence.dispatched:
-            own = [position[name] for name in one.nodes if name in position]
+            given = {ref.node for ref in (one.ends, *one.sorted_rows)}
+            own = [position[name] for name in one.nodes | given if name in position]
             found[min(own) : max(own) + 1] = [min(own)] * (max(own) + 1 - min(own))
     return tuple(found)
 
