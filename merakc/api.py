@@ -343,16 +343,16 @@ def _priced(
 
 def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) -> dict[str, str]:
     """What all ranks must have in common."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    told = sorted((name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors)
+    # Parameters in their order, by which they are gathered; buffers may stand in any.
+    tensors = [*model.named_parameters(), *sorted(model.named_buffers())]
+    told = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
     return {
         "versions": f"merakc {__version__}, torch {torch.__version__}",
         "arguments": f"{fixed}, {agreed}",
         "model": f"{recording.model_name} with {len(tensors)} parameters and buffers",
-        "names and shapes of parameters and buffers": digest[:16],
-        "the recorded forward (by the rank, or by the order of a set, where they have no common "
-        "PYTHONHASHSEED)": fingerprint(recording.graph).hash[:16],
+        "names, order and shapes of parameters and buffers": digest[:16],
+        "the recorded forward": fingerprint(recording.graph).hash[:16],
     }
 
 

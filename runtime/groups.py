@@ -160,7 +160,8 @@ def agree(facts: Callable[[], Mapping[str, str]]) -> None:
             listed = ", ".join(f"rank {r} has {v!r}" for r, v in odd.items())
             raise MismatchError(
                 f"the ranks differ in {key}: {listed}, the others {common!r}; start all ranks "
-                "with the same model, arguments and versions"
+                "with the same model, arguments and versions, and with one PYTHONHASHSEED where "
+                "these go through sets"
             )
 
 

@@ -93,7 +93,7 @@ def gather_full(
     a stage in the same order; a name that no owner holds is left out. Only dp rank 0 sends.
     """
     rest = local.keys() - {name for pieces in made for name in pieces.names}
-    every = [*made, *(Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest)]  # type: ignore[misc]
+    every = [*made, *(Pieces([n], lambda n=n: {n: local[n]}) for n in sorted(rest))]  # type: ignore[misc]
     dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
     own = [[n for n in p.names if placements[n].owner == pipeline_rank] for p in every]
     order = [name for names in own for name in names]

@@ -45,8 +45,12 @@ def model_call(
     Under `torch.inference_mode` it is one without gradients, and its tensors are plain ones: what
     is recorded and kept serves later calls, too.
     """
-    facts = _facts(steps, name, args, kwargs, training=training)
     with ExitStack() as around:
+        facts = None
+        if steps.groups.mesh.world_size > 1:
+            changed = around.enter_context(steps.settings.looked_at())
+            facts = _facts(steps, name, args, kwargs, changed, training=training)
+        count_once()
         if torch.is_inference_mode_enabled():
             around.enter_context(torch.inference_mode(mode=False))
             around.enter_context(torch.no_grad())
@@ -69,15 +73,18 @@ def check_trained(line: str, parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def _facts(
-    steps: Steps, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
-) -> dict[str, str] | None:
-    """What the ranks of a call have in common: those of a dp replica the whole batch, those of
-    others the mode alone.
+    steps: Steps,
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    changed: Sequence[tuple[str, str]],
+    *,
+    training: bool,
+) -> dict[str, str]:
+    """What the ranks of a call have in common: those of a dp replica the whole batch and what is
+    `changed` in Python, those of others the mode alone.
     """
     mesh = steps.groups.mesh
-    count_once()
-    if mesh.world_size == 1:
-        return None
     mode = f"{name} in {'training' if training else 'eval'} mode"
     mode += "" if torch.is_grad_enabled() else " without gradients"
     modes = steps.settings.modes()
@@ -88,6 +95,9 @@ def _facts(
     if mesh.dp == mesh.world_size:
         return {ALL: mode}
     told = f"{mode}, with {_words(args, kwargs)}"
+    if changed:
+        names = ", ".join(name for name, _ in changed[:_TOLD])
+        told += f", and with {names} changed (mark {zlib.crc32(repr(changed).encode()):x})"
     return {ALL: told} if mesh.dp == 1 else {ALL: mode, _replica(steps): told}
 
 

@@ -18,7 +18,7 @@ from merakc.passes.sharding.layouts import Sharding
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"cp": 2}]
 DP = {"dp": 2}
 LENGTH, LONGER = 6, 8
-OWN = {"rank": 0}  # as a module of the user's may have it, from the environment
+BY_RANK = {"on": False}
 
 
 class Layers(nn.Module):
@@ -29,12 +29,14 @@ class Layers(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = 1.0 if x.shape[1] == LENGTH else 1.0 + OWN["rank"]
+        scale = 1.0
+        if BY_RANK["on"] and x.shape[1] != LENGTH:
+            scale += dist.get_rank()
         return (self.down(self.up(x).relu()) * scale).square().mean()
 
 
-def refused(layout: dict[str, Any], *, by_rank: bool) -> str:
-    """What a batch of another length says."""
+def refused(layout: dict[str, Any], *, by_rank: bool, more: int = 0) -> str:
+    """What a batch of another length says, of `more` samples on each further rank."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = merakc.auto_parallel(
@@ -42,16 +44,16 @@ def refused(layout: dict[str, Any], *, by_rank: bool) -> str:
     )
     model(torch.ones(2, LENGTH, 4)).backward()
     if by_rank:
-        OWN["rank"] = rank
+        BY_RANK["on"] = True
     elif rank:
         said = Sharding.told
         Sharding.told = lambda own: f"{said(own)} otherwise"  # type: ignore[method-assign]
     try:
-        model(torch.ones(2, LONGER, 4)).backward()
+        model(torch.ones(2 + more * rank, LONGER, 4)).backward()
     except MismatchError as error:
         return str(error)
     finally:
-        OWN["rank"] = 0
+        BY_RANK["on"] = False
         if not by_rank and rank:
             Sharding.told = said  # type: ignore[method-assign]
     return "trained"
@@ -59,7 +61,7 @@ def refused(layout: dict[str, Any], *, by_rank: bool) -> str:
 
 def every() -> list[str]:
     found = [refused(layout, by_rank=by_rank) for by_rank in (True, False) for layout in LAYOUTS]
-    return [*found, refused(DP, by_rank=True)]
+    return [*found, refused(DP, by_rank=True), refused(DP, by_rank=True, more=1)]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +78,11 @@ def test_a_forward_that_goes_by_the_rank_is_refused_on_every_rank(told: list[lis
 
 def test_steps_that_are_split_otherwise_are_refused_on_every_rank(told: list[list[str]]) -> None:
     for own in told:
-        for text in own[len(LAYOUTS) : -1]:
+        for text in own[len(LAYOUTS) : 2 * len(LAYOUTS)]:
             assert "ranks 0 and 1 have split this batch's step otherwise" in text
 
 
 def test_so_is_one_of_data_parallel_ranks(told: list[list[str]]) -> None:
     for own in told:
-        assert "ranks [1] have recorded another forward than rank 0" in own[-1]
+        for text in own[2 * len(LAYOUTS) :]:
+            assert "ranks [1] have recorded another forward than rank 0" in text

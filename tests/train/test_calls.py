@@ -60,6 +60,11 @@ def frozen_head(model: ParallelModel) -> None:
     train(model)
 
 
+def with_an_attribute(model: ParallelModel) -> None:
+    model.scale = 2.0
+    train(model)
+
+
 def save(model: ParallelModel) -> None:
     merakc.save(f"/proc/nowhere/{dist.get_rank()}", model)
 
@@ -87,6 +92,7 @@ def told(layout: str, odd: Call) -> list[str]:
         (evaluate, "model(...) in eval mode"),
         (without_gradients, "model(...) in training mode without gradients"),
         (frozen_head, "but for modules"),
+        (with_an_attribute, "and with scale changed"),
         (lambda m: m.predict(**batch()), "model.predict(...)"),
     ],
 )

@@ -11,7 +11,7 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import ConfigError, MerakWarning, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.parameters.initial import initialise
 from tests.battery.small_models import WIDTH, Tensors, Words, build, parallel, part, warm_up, words
@@ -155,3 +155,47 @@ def test_a_model_whose_weights_were_taken_is_refused() -> None:
             merakc.auto_parallel(again, words(0), cluster=NOMINAL_CPU)
     model.to_empty(device="cpu").load_state_dict(Words().state_dict())
     merakc.auto_parallel(model, words(0), cluster=NOMINAL_CPU)
+
+
+class Listed(nn.Module):
+    """Layers and buffers that are registered in another order on rank 1, as sets have one."""
+
+    def __init__(self, *, layers: bool, buffers: bool) -> None:
+        super().__init__()
+        names = ["one", "two", "three"]
+        turned = names[::-1] if dist.is_initialized() and dist.get_rank() else names
+        self.names = set(names)
+        self.layers = nn.ModuleDict({n: nn.Linear(4, 4) for n in (turned if layers else names)})
+        for name in turned if buffers else names:
+            self.register_buffer(name, torch.full((4,), float(len(name))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("one", "two", "three"):
+            x = self.layers[name](x) * getattr(self, name)
+        return x.square().mean()
+
+
+def listed_otherwise(layout: dict[str, int], layers: bool) -> float | str:
+    torch.manual_seed(dist.get_rank())  # so that rank 0's weights are taken
+    model = Listed(layers=layers, buffers=True)
+    with pytest.warns(MerakWarning) if not layers and dist.get_rank() == 0 else nullcontext():
+        try:
+            model = merakc.auto_parallel(model, torch.ones(4, 4), cluster=NOMINAL_CPU, **layout)
+        except MismatchError as error:
+            return str(error)
+    loss = model(torch.ones(4 // layout.get("dp", 1), 4))
+    loss.backward()
+    full = model.full_state_dict()
+    wanted = {"one": 3.0, "two": 3.0, "three": 5.0}
+    assert all((full[n] == value).all() for n, value in wanted.items() if full)
+    return loss.item()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_buffers_may_stand_in_any_order_and_parameters_in_one(layout: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    alone = Listed(layers=False, buffers=False)(torch.ones(4, 4)).item()
+    assert run_ranks(2, listed_otherwise, layout, False) == pytest.approx([alone] * 2)
+    for text in run_ranks(2, listed_otherwise, layout, True):
+        assert "the ranks differ in names, order and shapes of parameters" in str(text)
+        assert "PYTHONHASHSEED" in str(text)

@@ -45,7 +45,8 @@ def replace_tensors(
                 if tensor is not None:
                     found.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor))
                     places.setdefault(id(tensor), []).append((own, key))
-    for number, where in places.items():
+    # In an order that is the same on all ranks, which may tell each other each.
+    for number, where in sorted(places.items(), key=lambda one: found[one[0]][0]):
         name, tensor = found.pop(number)
         new = make(name, tensor.detach())
         if new is None:

@@ -269,7 +269,8 @@ class WholeTensors(Bringing):
         them. Tensors of one dtype, over one group, of a bounded size together.
         """
         found: dict[tuple[Any, ...], list[list[Shared]]] = {}
-        for s in (s for p, s in self.shared.items() if p.grad is not None):
+        shared = (s for p, s in self.shared.items() if p.grad is not None)
+        for s in sorted(shared, key=lambda s: s.name):  # as on the other ranks
             shards = s.bucket.groups if s.bucket else None
             families = found.setdefault((shards, s.layout.is_split, s.whole.dtype, s.home), [[]])
             if families[-1] and sum(map(_bytes_of, families[-1])) + _bytes_of(s) > TRAVEL_BYTES:

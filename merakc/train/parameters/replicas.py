@@ -36,7 +36,7 @@ class Replicas:
     ) -> None:
         mesh = groups.mesh  # of tensors that all ranks hold parts of there is nothing to compare
         self.names = [
-            name for name, place in placements.items()
+            name for name, place in sorted(placements.items())
             if mesh.dp > 1 or len(place.ranks) > 1 or (mesh.tp > 1 and not place.layout.is_split)
         ]  # fmt: skip
         self.state, self.written, self.factors = state, written, dict[str, int]()

@@ -110,3 +110,20 @@ def test_optimizers(at: int, tmp_path: Path) -> None:
             torch.testing.assert_close(everyone[0][name][1][key], value, rtol=1e-10, atol=1e-12)
         for of_rank in after if name not in UNSAVED else ():
             assert of_rank[name] == pytest.approx(wanted[2:], rel=1e-10), name
+
+
+def listed_otherwise() -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = built({"tp": 2})
+    of_two = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = O.Muon(of_two[::-1] if model.rank else of_two, lr=0.02)
+    return trained(model, [optimizer], 2), model.full_state_dict()
+
+
+def test_ranks_may_list_parameters_in_orders_of_their_own() -> None:
+    found = run_ranks(2, listed_otherwise)
+    net = Net()
+    wanted = trained(net, [O.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.02)], 2)
+    for losses, _ in found:
+        assert losses == pytest.approx(wanted, rel=1e-10)
+    for key, value in net.state_dict().items():
+        torch.testing.assert_close(found[0][1][key], value, rtol=1e-10, atol=1e-12)
