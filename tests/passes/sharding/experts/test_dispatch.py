@@ -120,5 +120,7 @@ def test_no_stage_ends_among_rows_that_were_sent() -> None:
     position = {n.name: k for k, n in enumerate(graph.nodes)}
     marks = uncut(position, sharding)
     ((one,),) = [s.dispatched for s in sharding.sequences if s.dispatched]
-    assert len({marks[position[name]] for name in one.nodes}) == 1
+    given = {ref.node for ref in (one.ends, *one.sorted_rows)}
+    assert given - one.nodes
+    assert len({marks[position[name]] for name in one.nodes | given}) == 1
     assert len(set(marks)) > len(marks) - 20
