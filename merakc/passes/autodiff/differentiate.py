@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from merakc.errors import RecordError, failure
+from merakc.errors import RecordError, ShardError, failure
 from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.carried import check_repeats
 from merakc.frontend.functions import Apply, unchanged_arguments
@@ -32,6 +32,7 @@ from merakc.frontend.python.fingerprint import ADDRESS
 from merakc.frontend.python.state import PythonState
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
+from merakc.kernels.ops import uses_autograd
 from merakc.passes.autodiff.by_call import ByCall, UnclearError
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.tracer import PLACES, Tracer
@@ -145,7 +146,8 @@ def _trace(
         if not tracer.unclear:
             inputs = (*given, *tracer.inputs)
             return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
-        return _convert(_by_torch(joint, values, seeds), graph, tangents)
+        own = any(uses_autograd(node.op) for node in graph.nodes)
+        return _convert(_by_torch(joint, values, seeds, own=own), graph, tangents)
 
 
 def _by_call(
@@ -179,14 +181,26 @@ def _by_call(
 
 
 def _by_torch(
-    joint: Callable[..., list[torch.Tensor]], values: list[torch.Tensor], seeds: list[torch.Tensor]
+    joint: Callable[..., list[torch.Tensor]],
+    values: list[torch.Tensor],
+    seeds: list[torch.Tensor],
+    *,
+    own: bool,
 ) -> fx.GraphModule:
-    """What torch's own tracer makes of it, which can do more, or says why it cannot."""
+    """What torch's own tracer makes of it, which can do more, or says why it cannot: `own` says
+    whether functions of the user's are in it.
+    """
     try:
         return _traced(lambda v, s: joint(v, s, lambda _: None), values, seeds)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
     except RuntimeError as error:
+        if not own:
+            raise ShardError(
+                f"the backward of this rank's part of the forward fails: {failure(error)}; no "
+                "function of yours is in it: a rule by which it is split is wrong, which is a "
+                "defect of merakc; train with tp=1 and cp=1"
+            ) from error
         raise RecordError(
             f"the backward of the forward that was recorded fails: {failure(error)}; mend the "
             "backward of the custom function that it comes from: it is called with parts of "

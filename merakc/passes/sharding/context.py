@@ -210,8 +210,10 @@ class ContextProblem(Problem):
         if part.blocked or part.segments or not self._is_computed(node, factor, whole):
             return None
         for ref, alias in aliases_of(node).items():
-            # Of what is read whole no dim is that of the parts.
-            if ref in whole and any(part in leaves(dim) for dim in rule.of[alias]):
+            # Of what is read whole no dim is that of the parts, nor of what has no such parts: what
+            # divides into others (12 = 3 x 4, and 6 x 2) does not have them.
+            is_part = self.place(ref, factor) is not None and ref not in whole
+            if not is_part and any(part in leaves(dim) for dim in rule.of[alias]):
                 return None
         return _Reads(frozenset(whole), is_sum)
 
