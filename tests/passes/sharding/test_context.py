@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 
@@ -13,12 +14,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.zoo_models import ZOO
 from merakc.errors import ShardError
+from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.record import record
-from merakc.ir.graph import Graph, Ref
+from merakc.ir.graph import Graph, Output, OutputKind, Ref
+from merakc.lowering.lowered import TRAINING, headed
+from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
+from tests.recorded import one_of_several
 
 B, S, H, WORDS = 2, 12, 16, 32
 
@@ -157,3 +163,18 @@ def test_what_has_all_of_a_value_and_its_part_is_computed_whole() -> None:
     (distances,) = (n.name for n in graph.nodes if "cdist" in n.op)
     assert distances not in nodes
     assert {n.name for n in graph.nodes if "linear" in n.op} <= nodes
+
+
+# Of Longformer one length divides as 3 x 4, and behind its windows as 6 x 2.
+@pytest.mark.parametrize("name", ["longformer", "gemma3"])
+def test_parts_are_of_the_sizes_that_calls_give(name: str) -> None:
+    case = ZOO[name]
+    recording = one_of_several(case.model(), case.batch(4))
+    for local in _locals(headed(recording, 2, TRAINING, 1).graph, 2):
+        single = [n for n in local.nodes if len(n.outputs) == 1]
+        outputs = tuple(Output(n.name, OutputKind.RESULT, Ref(n.name)) for n in single)
+        with new_fake_mode():
+            values = {i.name: torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in local.inputs}
+            made = interpret(replace(local, outputs=outputs), values)
+        for node, value in zip(single, made, strict=True):
+            assert value.shape == node.spec.shape, node
