@@ -135,7 +135,7 @@ def test_replacing_keeps_ties_kinds_and_frozen_parameters() -> None:
 
     model["b"].bias.data.fill_(3)
     replace_tensors(model, three)
-    assert names == [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]
+    assert names == sorted(n for n, _ in (*model.named_parameters(), *model.named_buffers()))
     assert model["b"].weight is model["a"].weight
     assert isinstance(model["a"].weight, nn.Parameter)
     assert not model["a"].bias.requires_grad
