@@ -145,13 +145,12 @@ class Agreement:
         if world is None:
             return loss.clone(), nonfinite is not None and bool(nonfinite)
         mesh, rank = self.groups.mesh, self.groups.rank
-        leaves, common = self.leaves, self.common
-        self.leaves, self.common = None, {}
+        leaves, common, forward = self.leaves, self.common, self.forward
+        self.leaves, self.common, self.forward = None, {}, ""
         words = [*zip(*sorted(self.settings.values()), strict=True)] or [(), ()]
         optimizers, told = ("; ".join(own) for own in words)
         self.settings.clear()
         job = f"{optimizers or NO_OPTIMIZER}, {self._trained()}"
-        forward, self.forward = self.forward, ""
         value = _hash(leaves or (), step)
         marks = [
             _batch_mark(value, mesh, rank),
