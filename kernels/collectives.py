@@ -85,6 +85,14 @@ def copy_to(x: Tensor, axis: str) -> Tensor:
     return out
 
 
+def divide_gradient(x: Tensor, ranks: int) -> Tensor:
+    """A copy of x, of which so many ranks make the same gradient; backward: one rank's share of it,
+    so that all ranks' shares add up to it.
+    """
+    out: Tensor = torch.ops.merakc.divide_gradient(x, ranks)
+    return out
+
+
 def all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
     """Every rank's x, concatenated along `dim`; backward: this rank's slice of the gradient.
 
@@ -165,6 +173,10 @@ def _contiguous_copy(x: Tensor) -> Tensor:
 
 
 def _copy_to(x: Tensor, axis: str) -> Tensor:
+    return _contiguous_copy(x)
+
+
+def _divide_gradient(x: Tensor, ranks: int) -> Tensor:
     return _contiguous_copy(x)
 
 
@@ -277,6 +289,14 @@ def _differentiate_copy_to(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return all_reduce(grad, ctx.axis), None
 
 
+def _save_divide_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.ranks = inputs[1]
+
+
+def _differentiate_divide_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad / ctx.ranks, None
+
+
 def _save_rest(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.rest = inputs[1:]
 
@@ -300,6 +320,14 @@ torch.library.register_fake("merakc::copy_to", _fake_same)
 torch.library.register_autograd(
     "merakc::copy_to", _differentiate_copy_to, setup_context=_save_copy_to
 )
+
+torch.library.define("merakc::divide_gradient", "(Tensor x, int ranks) -> Tensor")
+torch.library.impl("merakc::divide_gradient", "default", _divide_gradient)
+torch.library.register_fake("merakc::divide_gradient", _fake_same)
+torch.library.register_autograd(
+    "merakc::divide_gradient", _differentiate_divide_gradient,
+    setup_context=_save_divide_gradient,
+)  # fmt: skip
 
 for _name, _run, _fake, _backward in (
     ("all_gather", _all_gather, _fake_all_gather, scatter),

@@ -1,11 +1,11 @@
-"""Parameters, gradients and optimizer state in shards over dp, each in as many as a plan says.
+"""Parameters, gradients and optimizer state in shards over dp and cp, as a plan says.
 
 Parameters stand one behind the other in buckets, flat buffers that are padded to be cut evenly. A
 rank keeps its shard of a bucket's parameters and its shard of what the optimizer updates, a part of
 the former unless that is of another dtype: `owned` are views of it, one a parameter, some of them
 empty. Elementwise optimizers update them as they would the whole.
 
-With s_p, s_g and s_os shards (AMSP, arXiv 2311.00257) the dp ranks are blocks of s_os neighbours.
+With s_p, s_g and s_os shards (AMSP, arXiv 2311.00257) these ranks are blocks of s_os neighbours.
 Rank i of a block has shard i mod s_p of the parameters, so that gathering them stays among
 neighbours; its part of that shard, i div s_p, is what it optimizes.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,10 +61,10 @@ class ShardGroups:
     """The process groups of one rank's shards, and its place in them. All ranks make it at once."""
 
     def __init__(self, groups: Groups, shards: StateShards) -> None:
-        shards.check(groups.mesh.dp)
+        mesh = groups.mesh
+        shards.check(mesh.state_ranks)
         self.shards, self.groups = shards, groups
-        self.dp = groups.coordinates[0]
-        within = self.dp % shards.optimizer
+        within = mesh.state_rank(groups.rank) % shards.optimizer
         self.parameter_index = within % shards.parameters
         self.owned_index = self.index_of(within)
         self.gather = self._make(Role.GATHER)
@@ -78,12 +79,12 @@ class ShardGroups:
         return within % parameters * inner + within // parameters
 
     def _make(self, role: Role) -> dist.ProcessGroup | None:
-        """The groups of dp ranks with the same key, along every other axis of the mesh."""
+        """The groups of ranks with the same key, among those that share their state."""
         mesh = self.groups.mesh
-        families: dict[tuple[int, ...], list[int]] = {}
+        families: dict[tuple[Any, ...], list[int]] = {}
         for rank in range(mesh.world_size):
-            dp, pp, tp = mesh.coordinates(rank)
-            families.setdefault((pp, tp, *self.shards.key(role, dp)), []).append(rank)
+            key = mesh.sharing(rank), self.shards.key(role, mesh.state_rank(rank))
+            families.setdefault(key, []).append(rank)
         return self.groups.group(families.values())
 
 
@@ -266,7 +267,7 @@ class Bucket:
 
     def reduce(self, *, last: bool) -> Iterator[dist.Work]:
         """Scatters what was added where gradients are sharded; after the last micro-batch, leaves
-        the sum over all dp ranks of what this rank owns in `gradient`.
+        the sum over all ranks of what this rank owns in `gradient`.
         """
         shards, groups = self.groups.shards, self.groups
         self.arrived.clear()

@@ -21,7 +21,7 @@ FREE: Final = frozenset(
      "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
      "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
      "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
-     "merakc.copy_to.default", WAIT, GONE}
+     "merakc.copy_to.default", "merakc.divide_gradient.default", WAIT, GONE}
 )  # fmt: skip
 
 

@@ -266,11 +266,11 @@ class _Walk:
         self, action: Action, one: Collective, roles: Iterable[Role], lane: Lane
     ) -> Iterator[Call]:
         """The calls of one collective over dp, in their order, of groups with several ranks."""
-        dp, pp, tp = self.place
-        shards = self.specs[one.bucket].shards
+        shards, sharing = self.specs[one.bucket].shards, self.mesh.sharing(self.program.rank)
+        place = self.mesh.state_rank(self.program.rank)
         for role in roles:
-            same = _alike(shards, role, dp, self.mesh.dp)
-            ranks = tuple(sorted(self.mesh.rank(d, pp, tp) for d in same))
+            same = _alike(shards, role, place, self.mesh.state_ranks)
+            ranks = tuple(sorted(sharing[p] for p in same))
             if len(ranks) > 1:
                 of = Communicator(COLLECTIVES, ranks)
                 yield Call(of, ranks, f"{one.kind} {one.bucket} ({role})", str(action), lane)
@@ -293,7 +293,7 @@ class _Walk:
 
 
 @cache
-def _alike(shards: StateShards, role: Role, dp_rank: int, dp: int) -> tuple[int, ...]:
-    """The dp ranks of one group with this one."""
-    own = shards.key(role, dp_rank)
-    return tuple(d for d in range(dp) if shards.key(role, d) == own)
+def _alike(shards: StateShards, role: Role, place: int, ranks: int) -> tuple[int, ...]:
+    """The places of the ranks of one group with this one, of so many that share their state."""
+    own = shards.key(role, place)
+    return tuple(p for p in range(ranks) if shards.key(role, p) == own)

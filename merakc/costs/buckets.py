@@ -15,8 +15,10 @@ from merakc.machines.cluster import Cluster
 
 
 def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
-    """The dp ranks of a mesh on a cluster; as one node where it says nothing of nodes."""
-    return DpGroup(mesh.dp, mesh_fabric(mesh, cluster), stride=mesh.dp_stride)
+    """The ranks of a mesh that share their state, on a cluster; as one node where it says nothing of
+    nodes.
+    """
+    return DpGroup(mesh.state_ranks, mesh_fabric(mesh, cluster), stride=mesh.state_stride)
 
 
 def mesh_fabric(mesh: Mesh, cluster: Cluster) -> Fabric:

@@ -112,10 +112,10 @@ class Plan(Strategy):
 
     @property
     def has_buckets(self) -> bool:
-        """Whether parameters stand in buckets (`merakc.analysis.buckets`): where there are several
-        dp ranks, or what the optimizer updates is a copy of its own.
+        """Whether parameters stand in buckets (`merakc.analysis.buckets`): where several ranks may
+        share their state, or what the optimizer updates is a copy of its own.
         """
-        return self.dp > 1 or self.precision is not None or bool(self.host_states)
+        return self.state_ranks > 1 or self.precision is not None or bool(self.host_states)
 
     @property
     def rank_of(self) -> tuple[int, ...]:

@@ -193,12 +193,13 @@ def _lengths(plan: Values, stages: int) -> Iterator[str]:
 
 def _per_stage(plan: Values) -> Iterator[str]:
     """What the entries for stages may be."""
-    dp = plan["dp"]
+    is_cp = plan["context_parallel"] and not plan["expert_parallel"]
+    ranks, over = plan["dp"], f"dp={plan['dp']}"
+    if is_cp:
+        ranks, over = ranks * plan["tp"], f"{over} x cp={plan['tp']}"
     for stage, shards in enumerate(plan["state_shards"]):
-        if dp % shards["optimizer"]:
-            yield (
-                f"state_shards.{stage}.optimizer is {shards['optimizer']}; it must divide dp={dp}"
-            )
+        if ranks % shards["optimizer"]:
+            yield f"state_shards.{stage}.optimizer is {shards['optimizer']}; it must divide {over}"
     for stage, kept in enumerate(plan["keep_bytes"]):
         if kept < EVERYTHING:
             yield f"keep_bytes.{stage} is {kept}; it must be bytes, or {EVERYTHING} for everything"

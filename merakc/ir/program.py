@@ -86,7 +86,13 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Mesh(Degrees):
-    """The ranks as a grid. tp varies fastest, then the `inner` of the two other axes."""
+    """The ranks as a grid. tp varies fastest, then the `inner` of the two other axes.
+
+    Where ranks of tp have no parts of parameters, as those of cp, they share the state of a stage
+    as dp ranks do: `shares_state`.
+    """
+
+    shares_state: bool = False
 
     def rank(self, dp: int, pp: int, tp: int) -> int:
         """The global rank at these coordinates."""
@@ -96,6 +102,29 @@ class Mesh(Degrees):
         """(dp, pp, tp) coordinates of a global rank."""
         dp, pp = rank // self.dp_stride % self.dp, rank // self.pp_stride % self.pp
         return dp, pp, rank % self.tp
+
+    @property
+    def state_ranks(self) -> int:
+        """Over how many ranks parameters, gradients and optimizer state may be sharded."""
+        return self.dp * (self.tp if self.shares_state else 1)
+
+    def state_rank(self, rank: int) -> int:
+        """The place of a global rank among those that share its state, in the order of ranks."""
+        dp, _, tp = self.coordinates(rank)
+        return dp * self.tp + tp if self.shares_state else dp
+
+    def sharing(self, rank: int) -> tuple[int, ...]:
+        """The global ranks that share the state of one of them, in the order of their places."""
+        _, pp, own = self.coordinates(rank)
+        along_tp = range(self.tp) if self.shares_state else (own,)
+        return tuple(self.rank(dp, pp, tp) for dp in range(self.dp) for tp in along_tp)
+
+    @property
+    def state_stride(self) -> int:
+        """How far apart neighbours of them are, on average."""
+        if not self.shares_state:
+            return self.dp_stride
+        return self.dp_stride // self.tp if self.dp > 1 else 1
 
     @property
     def dp_stride(self) -> int:

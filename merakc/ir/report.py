@@ -196,7 +196,7 @@ class AxisTraffic:
     `exposed_s`.
     """
 
-    axis: Literal["tp", "pp", "dp"]
+    axis: Literal["tp", "pp", "dp", "dp x cp"]
     ranks: int
     what: str
     rank: int

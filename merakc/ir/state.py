@@ -1,4 +1,4 @@
-"""How a stage's parameters, gradients and optimizer state are sharded over the dp axis."""
+"""How a stage's parameters, gradients and optimizer state are sharded over dp, and over cp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from merakc.errors import ConfigError
 
 
 class Role(StrEnum):
-    """Why dp ranks have a process group: what they do together for the state that they shard."""
+    """Why ranks that share a state have a process group: what they do together for the state that they shard."""
 
     GATHER = "gather"  # have the shards of the same parameters
     REFRESH = "refresh"  # optimize the same shard of the parameters
@@ -24,8 +24,8 @@ class StateShards:
 
     Each divides the next, and gradients are as many as one of the two others. 1, 1, 1 is data
     parallelism; of n ranks 1, 1, n is ZeRO-1, 1, n, n ZeRO-2 and n, n, n ZeRO-3 or FSDP, and
-    n / k, n / k, n / k MiCS or HSDP. A shard's holders are neighbours on the dp axis, so that
-    shards stay inside a node first; the dp / shards groups of holders are replicas.
+    n / k, n / k, n / k MiCS or HSDP. A shard's holders are neighbours, so that shards stay
+    inside a node first; the n / shards groups of holders are replicas.
 
     Parameters travel in buckets (`merakc.analysis.buckets`) `bucket_scale` times as large as usual:
     a ring over many ranks has many steps, whatever it brings.
@@ -62,21 +62,21 @@ class StateShards:
         """The three numbers."""
         return self.parameters, self.gradients, self.optimizer
 
-    def key(self, role: Role, dp_rank: int) -> tuple[int, ...]:
-        """What dp ranks of one process group have in common."""
+    def key(self, role: Role, place: int) -> tuple[int, ...]:
+        """What ranks of one process group have in common; `place` is a rank's among all."""
         match role:
             case Role.GATHER:
-                return (dp_rank // self.parameters,)
+                return (place // self.parameters,)
             case Role.REFRESH:
-                return dp_rank // self.optimizer, dp_rank % self.parameters
+                return place // self.optimizer, place % self.parameters
             case Role.BLOCK:
-                return (dp_rank // self.optimizer,)
+                return (place // self.optimizer,)
             case Role.REPLICAS:
-                return (dp_rank % self.optimizer,)
+                return (place % self.optimizer,)
 
     def reduction(self, *, last: bool) -> Iterator[Role]:
         """The groups over which gradients are added up, one after the other; after the `last`
-        micro-batch, over all dp ranks.
+        micro-batch, over all ranks.
         """
         if self.gradients > 1:
             yield Role.GATHER if self.gradients == self.parameters else Role.BLOCK
@@ -85,12 +85,12 @@ class StateShards:
                 yield Role.REFRESH
             yield Role.REPLICAS
 
-    def check(self, dp: int) -> None:
-        """Raises `ConfigError` where the shards do not divide over `dp` ranks."""
-        if dp % self.optimizer:
+    def check(self, ranks: int) -> None:
+        """Raises `ConfigError` where the shards do not divide over so many `ranks`."""
+        if ranks % self.optimizer:
             raise ConfigError(
                 f"{self} shards of parameters, gradients and optimizer state: {self.optimizer} "
-                f"must divide dp={dp}"
+                f"must divide the {ranks} ranks that share the state (dp, times cp)"
             )
 
 
@@ -101,21 +101,21 @@ AUTO = "auto"
 ZERO = {"zero-0": (1, 1, 1), "zero-1": (1, 1, 0), "zero-2": (1, 0, 0), "zero-3": (0, 0, 0)}
 
 
-def parse_shards(given: ShardsGiven, dp: int, stages: int) -> tuple[StateShards, ...]:
+def parse_shards(given: ShardsGiven, ranks: int, stages: int) -> tuple[StateShards, ...]:
     """The shards of each stage that a user asks for.
 
-    Three numbers, or a stage of ZeRO over all `dp` ranks; or a sequence of these, one a stage.
+    Three numbers, or a stage of ZeRO over all `ranks`; or a sequence of these, one a stage.
     Raises `ConfigError` for what is none of them, and as `StateShards` and its `check` do.
     """
     count = stages_given(given)
     if count is None:
-        return (_parse(given, dp),) * stages  # type: ignore[arg-type]
+        return (_parse(given, ranks),) * stages  # type: ignore[arg-type]
     if count != stages:
         raise ConfigError(
             f"state_shards has {count} entries, the pipeline {stages} stages; give one for "
             "each, or one for all"
         )
-    return tuple(_parse(one, dp) for one in given)  # type: ignore[arg-type]
+    return tuple(_parse(one, ranks) for one in given)  # type: ignore[arg-type]
 
 
 def stages_given(given: ShardsGiven | None) -> int | None:
@@ -125,36 +125,36 @@ def stages_given(given: ShardsGiven | None) -> int | None:
     return len(given)
 
 
-def _parse(given: str | Sequence[int], dp: int) -> StateShards:
+def _parse(given: str | Sequence[int], ranks: int) -> StateShards:
     if isinstance(given, str):
         if given not in ZERO:
             raise ConfigError(
                 f"state_shards {given!r} is not known; choose one of {AUTO}, {', '.join(ZERO)}, "
                 "or give the numbers of shards of parameters, gradients and optimizer state"
             )
-        given = [count or dp for count in ZERO[given]]
+        given = [count or ranks for count in ZERO[given]]
     if len(given) != 3:
         raise ConfigError(
             f"state_shards {given!r} must be three numbers of shards: of parameters, gradients and "
             "optimizer state"
         )
     shards = StateShards(*given)
-    shards.check(dp)
+    shards.check(ranks)
     return shards
 
 
-def lattice(dp: int) -> Iterator[StateShards]:
-    """Every way to shard the state over `dp` ranks, the least sharded first."""
-    divisors = [d for d in range(1, dp + 1) if dp % d == 0]
+def lattice(ranks: int) -> Iterator[StateShards]:
+    """Every way to shard the state over so many ranks, the least sharded first."""
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for optimizer in divisors:
         for parameters in (d for d in divisors if optimizer % d == 0):
             for gradients in sorted({parameters, optimizer}):
                 yield StateShards(parameters, gradients, optimizer)
 
 
-def coarse_lattice(dp: int, inside: int) -> Iterator[StateShards]:
-    """Shards whose numbers are 1, `inside` (the dp ranks of a node) or dp, and no others."""
-    counts = {1, dp} | ({inside} if inside and dp % inside == 0 else set())
-    for one in lattice(dp):
+def coarse_lattice(ranks: int, inside: int) -> Iterator[StateShards]:
+    """Shards whose numbers are 1, `inside` (those of a node) or all `ranks`, and no others."""
+    counts = {1, ranks} | ({inside} if inside and ranks % inside == 0 else set())
+    for one in lattice(ranks):
         if {one.parameters, one.gradients, one.optimizer} <= counts:
             yield one

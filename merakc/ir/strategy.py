@@ -48,8 +48,8 @@ class Strategy(Degrees):
     place of parameters: their number is then the degree that is known as cp. With `expert_parallel`
     they share the experts as well, and it is known as ep. `recompute` says what a backward computes
     again.
-    `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
-    empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
+    `state_shards` are those of parameters, gradients and optimizer state over dp and cp, stage by
+    stage; empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
     names the kinds of tensors (`merakc.ir.offload`) of which some live on the host.
     """
 
@@ -69,7 +69,13 @@ class Strategy(Degrees):
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        return Mesh(*(getattr(self, name) for name in AXES))
+        shares_state = self.context_parallel and not self.expert_parallel
+        return Mesh(*(getattr(self, name) for name in AXES), shares_state=shares_state)
+
+    @property
+    def state_ranks(self) -> int:
+        """Over how many ranks the state of a stage may be sharded: those of dp, and of cp."""
+        return self.mesh.state_ranks
 
     @property
     def samples(self) -> int:
@@ -114,7 +120,7 @@ class Strategy(Degrees):
         return Strategy(**{name: getattr(self, name) for name in DECISIONS})
 
     def shards(self, stage: int) -> StateShards:
-        """How the state of a stage is sharded over dp."""
+        """How the state of a stage is sharded."""
         return self.state_shards[stage] if self.state_shards else UNSHARDED
 
     def on(self: S, mesh: Degrees, **decided: Any) -> S:

@@ -36,6 +36,7 @@ from merakc.passes.pipeline import StageOptions
 from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
 from merakc.passes.running import run_passes
 from merakc.passes.sharding.gather_products import gather_needed, gathers
+from merakc.passes.sharding.gradient_sums import gradient_sums
 from merakc.passes.sharding.layouts import Sharding, computed_whole, unsplit
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
@@ -175,7 +176,7 @@ class Lowered:
         the Programs' one pipeline rank, where they are known. With both, Programs are to be run:
         `ProgramError` is raised where a collective does not stand where the pieces want it.
         """
-        if self.plan.dp == 1:
+        if self.plan.state_ranks == 1:
             return tuple(programs)
         local, is_run = self.stages.local, touches is not None and buckets is not None
         touches = touches or {s: graph.told(rough_touches) for s, graph in enumerate(local)}
@@ -355,7 +356,8 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     except ShardError:
         if not plan.context_parallel:
             raise
-        return graph, computed_whole(graph, plan.tp, plan.splits)  # too short
+        sums = frozenset() if plan.expert_parallel else gradient_sums(graph)
+        return graph, computed_whole(graph, plan.tp, plan.splits, sums)  # too short
     except PlanError as error:
         splits = {name: parse_layout(text) for name, text in plan.splits.items()}
         gathered = gather_needed(graph, splits)

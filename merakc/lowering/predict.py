@@ -127,7 +127,7 @@ def _collective_seconds(
     found: dict[tuple[str, CollectiveKind], float] = {}
     plan = lowered.plan
     group = dp_group(plan.mesh, cluster)
-    for buckets in lowered.buckets if plan.dp > 1 else ():
+    for buckets in lowered.buckets if plan.state_ranks > 1 else ():
         found |= bucket_seconds(buckets, group, plan.precision)
     return found
 

@@ -198,8 +198,9 @@ def _held_bytes(local: Graph) -> int:
 
 def _ways(plan: Plan, cluster: Cluster) -> Sequence[Way]:
     """The points of the lattice that are tried, each for all stages."""
-    inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
-    points = lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside)
+    mesh, ranks = plan.mesh, plan.state_ranks
+    inside = cluster.described(mesh.world_size).nodes[0].devices // mesh.state_stride
+    points = lattice(ranks) if ranks <= FINE else coarse_lattice(ranks, inside)
     return [(shards,) * len(plan.rank_of) for shards in points]
 
 

@@ -346,11 +346,12 @@ def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:
 
 
 def state_choices(request: Request, job: Job, hardware: Hardware) -> list[StateShards]:
-    """Those asked for; else those over no ranks, the ranks of a node and all of dp."""
-    dp, asked = job.strategy.dp, request.state_shards
+    """Those asked for; else those over no ranks, the ranks of a node and all of dp and cp."""
+    mesh, asked = job.strategy.mesh, request.state_shards
     if asked is not None and asked != AUTO:
-        return [parse_shards(asked, dp, len(job.parts))[0]]
-    return list(coarse_lattice(dp, hardware.nodes[0].devices // job.strategy.mesh.dp_stride))
+        return [parse_shards(asked, mesh.state_ranks, len(job.parts))[0]]
+    inside = hardware.nodes[0].devices // mesh.state_stride
+    return list(coarse_lattice(mesh.state_ranks, inside))
 
 
 def _seconds(job: Job, estimate: Estimate) -> dict[str, float]:

@@ -62,10 +62,10 @@ def carry_plan(
 
 
 def shards_like(plan: Plan, strategy: Strategy, counts: Mapping[int, int]) -> Strategy:
-    """The strategy with the state sharded over dp as in a plan, stage by stage, with another number
+    """The strategy with the state sharded as in a plan, stage by stage, with another number
     of shards for each that the plan has.
     """
-    if not plan.state_shards or strategy.dp == 1:
+    if not plan.state_shards or strategy.state_ranks == 1:
         return replace(strategy, state_shards=())
     like = _stages_like(plan, len(plan.rank_of) if strategy.order else strategy.stage_count)
     every = (plan.shards(stage) for stage in like)

@@ -371,7 +371,7 @@ def state_seconds(job: Job, shards: StateShards) -> tuple[float, float]:
         optimizer_seconds(-(-count // shards.optimizer), precision, place)
         for count, place in zip(job.rank_parameters, job.places, strict=True)
     )
-    over_dp_s = _dp_seconds(job, shards) if job.strategy.dp > 1 else 0.0
+    over_dp_s = _dp_seconds(job, shards) if job.strategy.state_ranks > 1 else 0.0
     return over_dp_s + _tied_seconds(job), optimizer_s
 
 
@@ -383,7 +383,8 @@ def _dp_seconds(job: Job, shards: StateShards) -> float:
         layers = in_buckets(layers, precision.kept_bytes, shards)
         if shards.optimizer == 1:  # what is reduced whole travels in float32, or wider
             precision = replace(precision, gradient_bytes=max(4, precision.gradient_bytes))
-    group = DpGroup(strategy.dp, job.links.fabric, strategy.mesh.dp_stride, framework.overlap)
+    mesh, fabric = strategy.mesh, job.links.fabric
+    group = DpGroup(mesh.state_ranks, fabric, mesh.state_stride, framework.overlap)
     return exposed_seconds(layers, strategy.micro_batches, shards, group, precision)
 
 

@@ -75,7 +75,7 @@ def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     if asked is None or asked == AUTO:
         return lowered
     plan = lowered.plan
-    shards = parse_shards(asked, mesh.dp, len(plan.rank_of))
+    shards = parse_shards(asked, plan.state_ranks, len(plan.rank_of))
     return replace(lowered, plan=_sharded(plan, shards))
 
 
@@ -91,7 +91,7 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
-        if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
+        if lowered.plan.state_ranks > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
         moved = all_on_host(lowered, request.offload, cluster) if choice == "budget" else None
         if moved is not None:  # less is made again then
@@ -138,7 +138,7 @@ def improve(
 
     Raises `MerakError` where what is asked for cannot be.
     """
-    if lowered.plan.dp > 1 and request.state_shards in (None, AUTO):
+    if lowered.plan.state_ranks > 1 and request.state_shards in (None, AUTO):
         sharded = _with_fastest_shards(lowered, cluster)
         lowered = min(lowered, sharded, key=lambda one: standing(one, cluster))
     samples, asked = lowered.plan.batch_size, request.overlap

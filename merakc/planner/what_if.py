@@ -104,7 +104,8 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
             strategy, sequence_parallel=False, context_parallel=False, expert_parallel=False
         )
     counts = {n for shards in plan.state_shards for n in shards.counts}
-    divided = {n: math.gcd(n, strategy.dp) for n in counts} | {plan.dp: strategy.dp}
+    ranks = strategy.state_ranks
+    divided = {n: math.gcd(n, ranks) for n in counts} | {plan.state_ranks: ranks}
     return shards_like(plan, strategy, divided)
 
 

@@ -39,8 +39,9 @@ def traffic(
         every.append(_busiest([_over_tp(lowered, rank, found) for rank in range(plan.pp)]))
     if plan.pp > 1:
         every.append(_busiest(_over_pp(lowered, cluster, simulation)))
-    if plan.dp > 1:
+    if plan.state_ranks > 1:
         every.append(_over_dp(lowered, simulation))
+    if plan.dp > 1:
         every += _for_head(lowered, cluster)
     return tuple(every)
 
@@ -118,13 +119,13 @@ def _over_dp(lowered: Lowered, simulation: Simulation) -> AxisTraffic:
         if event.rank == plan.mesh.rank(0, place, 0):
             kind, _, name = event.label.partition(" ")
             kind_of = CollectiveKind(kind)
-            sent += bucket_bytes(buckets[name], kind_of, plan.dp, plan.precision)
+            sent += bucket_bytes(buckets[name], kind_of, plan.state_ranks, plan.precision)
     sharded = any(s.optimizer > 1 for s in plan.state_shards)
     what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
     exposed_s = simulation.exposed_s[place]
     return AxisTraffic(
-        "dp",
-        plan.dp,
+        "dp x cp" if plan.mesh.shares_state else "dp",
+        plan.state_ranks,
         what,
         rank=place,
         sent_bytes=round(sent),
@@ -154,7 +155,7 @@ def _for_head(lowered: Lowered, cluster: Cluster) -> list[AxisTraffic]:
 
 
 def bucket_bytes(
-    spec: BucketSpec, kind: CollectiveKind, dp: int, precision: Precision | None
+    spec: BucketSpec, kind: CollectiveKind, ranks: int, precision: Precision | None
 ) -> float:
     """What a rank sends of a bucket, in the groups of `merakc.costs.state.collective_seconds`."""
     shards, numel = spec.shards, spec.numel
@@ -174,7 +175,7 @@ def bucket_bytes(
             return scattered
         case CollectiveKind.REDUCE:
             inner = ring_bytes(summed / shards.gradients, shards.optimizer // shards.gradients)
-            replicas = dp // shards.optimizer
+            replicas = ranks // shards.optimizer
             return scattered + inner + 2 * ring_bytes(summed / shards.optimizer, replicas)
         case CollectiveKind.WAIT:
             return 0.0

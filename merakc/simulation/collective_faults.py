@@ -37,11 +37,11 @@ def verify_collectives(programs: Sequence[Program], mesh: Mesh | None = None) ->
     for program in programs:
         for action, collective, fault in _faults(program):
             raise ProgramError(f"rank {program.rank}, {action}: {collective} {fault}")
-    first: dict[tuple[int, int], Program] = {}
+    first: dict[int, Program] = {}
     for program in programs if mesh else ():
         assert mesh is not None
-        _, pipeline_rank, tp_rank = mesh.coordinates(program.rank)
-        if (other := first.setdefault((pipeline_rank, tp_rank), program)) is not program:
+        first_rank = mesh.sharing(program.rank)[0]
+        if (other := first.setdefault(first_rank, program)) is not program:
             _verify_same(other, program)
 
 

@@ -10,7 +10,7 @@ from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs, typed
 # Nodes that hand their input on: autograd's bookkeeping, and the forward half of f/g pairs.
 FORWARDED = frozenset(
     {"aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default",
-     "merakc.copy_to.default"}
+     "merakc.copy_to.default", "merakc.divide_gradient.default"}
 )  # fmt: skip
 RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
 SWAPS = frozenset({"aten.t.default", "aten.transpose.int"})  # undone by being done again

@@ -30,6 +30,7 @@ from merakc.passes.sharding.experts.dispatch import dispatched
 from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
+from merakc.passes.sharding.gradient_sums import gradient_sums
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
 from merakc.passes.sharding.sequence import MAX_DIMS, Cut, Problem, aliases_of
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
@@ -37,7 +38,8 @@ from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
 def split_context(dims: Dims, sharding: Sharding, *, experts: bool = False) -> Sharding:
     """The sharding of a graph of which nothing is split, with its sequences split over the ranks;
-    with `experts` these are too, each with its weights on one of the ranks.
+    with `experts` these are too, each with its weights on one of the ranks. Without, ranks leave
+    their parts of weights' gradients to be added up with those of dp.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
@@ -62,7 +64,9 @@ def split_context(dims: Dims, sharding: Sharding, *, experts: bool = False) -> S
             "split; use cp=1"
         )
     sharding = replace(sharding, sequences=tuple(found), partial=sharding.partial | sums)
-    return _with_experts(problem, sharding) if experts else sharding
+    if experts:
+        return _with_experts(problem, sharding)
+    return replace(sharding, sums=gradient_sums(dims.graph, found))
 
 
 def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:

@@ -19,11 +19,15 @@ def unsplit(graph: Graph) -> Sharding:
     return Sharding(1, layouts, frozenset(), ())
 
 
-def computed_whole(graph: Graph, tp: int, splits: Mapping[str, str]) -> Sharding:
-    """The same on ranks that have parts of some parameters, `splits` by their names."""
+def computed_whole(
+    graph: Graph, tp: int, splits: Mapping[str, str], sums: Set[Ref] = frozenset()
+) -> Sharding:
+    """The same on ranks that have parts of some parameters, `splits` by their names; of the values
+    `sums` ranks leave parts of the gradients.
+    """
     parts = {Ref(i.name): splits[i.target] for i in graph.inputs if i.target in splits}
     layouts = {**unsplit(graph).layouts, **{ref: parse_layout(own) for ref, own in parts.items()}}
-    return Sharding(tp, layouts, frozenset(), (), gathered=frozenset(parts))
+    return Sharding(tp, layouts, frozenset(), (), gathered=frozenset(parts), sums=sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ class Sharding:
 
     `layouts` are those that nodes outside of all `sequences` see. `partial` names the nodes whose
     results are partial sums. `opaque` are the nodes without a rule, kept whole. The parameters
-    `gathered` are read whole, though ranks have parts of them.
+    `gathered` are read whole, though ranks have parts of them. Of the values `sums` each rank makes
+    a part of the gradient (`merakc.passes.sharding.gradient_sums`), which are added up elsewhere.
     """
 
     tp: int
@@ -76,6 +81,7 @@ class Sharding:
     opaque: tuple[Node, ...]
     sequences: tuple[SequenceSplit, ...] = ()
     gathered: frozenset[Ref] = frozenset()
+    sums: Set[Ref] = frozenset()
 
     def unlike_ranks(self, graph: Graph) -> tuple[int, ...]:
         """One rank for each set of sizes that the parts of a graph's values have: (0,) where all
@@ -121,7 +127,9 @@ class Sharding:
         """All of it, in the same words wherever it is the same."""
         split = [f"{ref} {lay}" for ref, lay in self.layouts.items() if lay.is_split]
         opaque = [node.name for node in self.opaque]
-        return _told((sorted(split), self.partial, opaque, self.sequences, self.gathered))
+        return _told(
+            (sorted(split), self.partial, opaque, self.sequences, self.gathered, self.sums)
+        )
 
     def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
         """The same sharding, with values also known by other names."""
@@ -137,7 +145,8 @@ class Sharding:
             for s in self.sequences
         )
         layouts = {**self.layouts, **{n: self.layouts[o] for o, n in names.items()}}
-        return replace(self, layouts=layouts, sequences=also)
+        sums = self.sums | {new for old, new in names.items() if old in self.sums}
+        return replace(self, layouts=layouts, sequences=also, sums=sums)
 
     def splits(self, graph: Graph) -> dict[str, Layout]:
         """The layouts of the split parameters and buffers, by the user's names."""

@@ -5,7 +5,7 @@ enters an op that is, its gradient is. These are Megatron's conjugate pair f and
 1909.08053, section 3): `merakc.copy_to` (identity, all-reduce backward) and `merakc.all_reduce`
 (identity backward), so that differentiating the rewritten graph gives the backward with its
 collectives. Where a sequence is split in between, `merakc.reduce_scatter` and `merakc.gather_to`
-stand in their place.
+stand in their place. Of the values in `sums` gradients stay each rank's parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ SCATTERS = ("scatter", "reduce_scatter")
 
 def spmd_partition(graph: Graph, sharding: Sharding, rank: int) -> Graph:
     """The graph of tp rank `rank`: local shapes, local constants, collectives."""
-    if not sharding.sequences and not any(lay.is_split for lay in sharding.layouts.values()):
+    is_split = any(lay.is_split for lay in sharding.layouts.values())
+    if not (sharding.sequences or sharding.sums or is_split):
         return graph
     return SpmdPartitioner(graph, sharding, rank).run()
 
@@ -59,6 +60,7 @@ class SpmdPartitioner:
         self.inputs: list[Input] = []
         self.now: dict[Ref, Ref] = {}  # values replaced by another
         self.entered: dict[Ref, Ref] = {}  # values behind their copy_to
+        self.shared: dict[Ref, Ref] = {}  # and behind what makes their gradient one of as many
         self.moved: dict[tuple[Ref, str, Layout], Ref] = {}  # and behind gathers and scatters
         self.dispatched = {n: d for s in sharding.sequences for d in s.dispatched for n in d.nodes}
         self.sent: dict[Ref, Ref] = {}  # values where the experts are
@@ -104,10 +106,25 @@ class SpmdPartitioner:
 
     def read(self, ref: Ref) -> Ref:
         """A value as a node reads it that is the same on every rank."""
+        return self.once(ref) if ref in self.whole.sums else self.as_it_is(ref)
+
+    def as_it_is(self, ref: Ref) -> Ref:
+        """A whole value, and its gradient as it comes."""
         split = self.whole.sequence_of(ref)
         if split is None:
             return self.now.get(ref, ref)
         return self.move(ref, split.layouts[ref], "all_gather")
+
+    def once(self, ref: Ref) -> Ref:
+        """One of the `sums`, as what every rank computes whole reads it: the gradients of all ranks
+        add up to one.
+        """
+        if ref not in self.shared:
+            name, spec = _named(ref, "once"), self.specs[ref]
+            args = (self.as_it_is(ref), self.whole.tp)
+            self.nodes.append(Node(name, "merakc.divide_gradient.default", args, (), (spec,)))
+            self.shared[ref] = Ref(name)
+        return self.shared[ref]
 
     def enter(self, ref: Ref) -> Ref:
         """A value as a node on split dims reads it: its gradient there is a partial sum."""
@@ -119,11 +136,11 @@ class SpmdPartitioner:
         if split is not None:
             return self.move(ref, split.layouts[ref], "gather_to")
         ref_now = self.now.get(ref, ref)
-        if self.whole.layouts[ref].is_split or ref not in self.grads:
+        is_summed = ref not in self.grads or ref in self.whole.sums
+        if self.whole.layouts[ref].is_split or is_summed:
             return ref_now
         if ref not in self.entered:
-            name = f"{ref.node}.{ref.index}.copy_to" if ref.index else f"{ref.node}.copy_to"
-            spec = self.specs[ref]
+            name, spec = _named(ref, "copy_to"), self.specs[ref]
             self.nodes.append(Node(name, "merakc.copy_to.default", (ref_now, AXIS), (), (spec,)))
             self.entered[ref] = Ref(name)
         return self.entered[ref]
@@ -139,7 +156,9 @@ class SpmdPartitioner:
             return
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
         if not any(self.is_split(r) for r in (*node.refs, *outs)):
-            self.add(node, map_refs(node.args, self.read))
+            is_counted = not self.grads.isdisjoint(outs) and not self.whole.sums.issuperset(outs)
+            read = self.read if is_counted else self.as_it_is
+            self.add(node, map_refs(node.args, read), kwargs=map_refs(node.kwargs, read))
             return
         special = SPECIAL.get(node.op)
         if self.within is not None and node.name in self.within.counting:
@@ -223,9 +242,9 @@ class SpmdPartitioner:
         is_split = any(f.split for f in lay.dims[dim])
         self.now[whole] = self.move(ref, lay, "all_gather") if is_split else self.now.get(ref, ref)
 
-    def add(self, node: Node, args: Any, op: str | None = None) -> None:
+    def add(self, node: Node, args: Any, op: str | None = None, *, kwargs: Any = None) -> None:
         """Adds a node under its own name with local outputs."""
-        kwargs = map_refs(node.kwargs, self.enter)
+        kwargs = map_refs(node.kwargs, self.enter) if kwargs is None else kwargs
         outputs = tuple(
             None if o is None else self.local_spec(Ref(node.name, k))
             for k, o in enumerate(node.outputs)
@@ -280,7 +299,7 @@ class SpmdPartitioner:
         sizes = tuple(len(i) for i in index)
         order = torch.cat(index)
         in_order = torch.equal(order, torch.arange(len(order)))
-        name = f"{ref.node}.{op}{dim}" if ref.index == 0 else f"{ref.node}.{ref.index}.{op}{dim}"
+        name = _named(ref, f"{op}{dim}")
         while name in self.made:  # scattered for several sequences
             name += "+"
         self.made.add(name)
@@ -311,7 +330,7 @@ class SpmdPartitioner:
         if self.within and bias in self.within.layouts:
             own = self.within.layouts[bias].local_shape(self.whole.tp, self.rank)
             view = (*own, *view[1:])
-        bias = self.enter(bias) if self.within else self.now.get(bias, bias)
+        bias = self.enter(bias) if self.within else self.read(bias)
         if len(view) > 1:
             shape = TensorSpec(view, node.spec.dtype)
             name = f"{node.name}.bias_view"
@@ -332,12 +351,14 @@ class SpmdPartitioner:
         """An output; what the user reads is gathered whole, and so are the waist, and a buffer that
         parts of a sequence are written to.
         """
+        if out.kind.begins_gradients and out.ref in self.whole.sums:
+            return out.at(self.once(out.ref))
         if out.kind is OutputKind.BUFFER:
-            return out.at(self.read(out.ref))
+            return out.at(self.as_it_is(out.ref))
         if out.kind not in (OutputKind.RESULT, OutputKind.WAIST):
             return out.at(self.now.get(out.ref, out.ref))
         if not self.is_split(out.ref):
-            return out.at(self.read(out.ref))
+            return out.at(self.as_it_is(out.ref))
         return out.at(self.move(out.ref, self.sharding.layouts[out.ref], "all_gather"))
 
     def constant(self, name: str, value: torch.Tensor) -> Ref:
@@ -346,3 +367,8 @@ class SpmdPartitioner:
         self.inputs.append(Input(name, InputKind.CONSTANT, spec))
         self.constants[name] = value
         return Ref(name)
+
+
+def _named(ref: Ref, what: str) -> str:
+    """The name of a node that makes something of a value."""
+    return f"{ref.node}.{ref.index}.{what}" if ref.index else f"{ref.node}.{what}"

@@ -66,7 +66,7 @@ def expected(
         cluster = replace(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
         )
-    touches = {s: stage_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
+    touches = {s: stage_touches(c) if plan.state_ranks > 1 else {} for s, c in step.chunks.items()}
     inside = {
         s: chunk_collectives(s, chunk, place_on(cluster, plan.tp))
         for s, chunk in step.chunks.items()

@@ -23,17 +23,18 @@ def register_places(
     sharded: ShardedState | None,
 ) -> None:
     """Remembers of each parameter and buffer which part of the whole tensor it is, if it is one."""
-    dp, pipeline_rank, tp_rank = groups.coordinates
+    (dp, pipeline_rank, tp_rank), mesh = groups.coordinates, groups.mesh
     bucket_of = sharded.bucket_of if sharded else {}
     for name, tensor in state.items():
         where = placements[name]
-        layout, tp = where.layout, groups.mesh.tp
-        writes = where.owner == pipeline_rank and (layout.is_split or tp_rank == 0)
+        layout, tp = where.layout, mesh.tp
+        writes = where.owner == pipeline_rank
         bucket = bucket_of.get(name)
         shards = bucket.groups.shards.optimizer if bucket else 1
         if bucket is not None and shards > 1:
             start, stop = bucket.bounds(name, bucket.groups.owned_index)
-            writes = writes and dp < shards
+            is_alone = layout.is_split or mesh.shares_state or tp_rank == 0
+            writes = writes and is_alone and mesh.state_rank(groups.rank) < shards
         elif layout.is_split:
             start, stop, writes = 0, tensor.numel(), writes and dp == 0
         else:

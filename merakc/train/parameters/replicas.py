@@ -40,16 +40,16 @@ class Replicas:
             if mesh.dp > 1 or len(place.ranks) > 1 or (mesh.tp > 1 and not place.layout.is_split)
         ]  # fmt: skip
         self.state, self.written, self.factors = state, written, dict[str, int]()
-        dp, pipeline_rank, tp_rank = groups.coordinates
+        _, pipeline_rank, tp_rank = groups.coordinates
         bucket_of = sharded.bucket_of if sharded else {}
         for name in self.names:
             place, bucket = placements[name], bucket_of.get(name)
             if pipeline_rank not in place.ranks:
                 continue
             shards = bucket.groups.shards.optimizer if bucket else 1
-            along_tp = 1 if place.layout.is_split else mesh.tp
-            holders = len(place.ranks) * along_tp * (mesh.dp // shards)
-            is_first = pipeline_rank == place.owner and dp < shards
+            along_tp = 1 if place.layout.is_split or mesh.shares_state else mesh.tp
+            holders = len(place.ranks) * along_tp * (mesh.state_ranks // shards)
+            is_first = pipeline_rank == place.owner and mesh.state_rank(groups.rank) < shards
             is_first = is_first and (along_tp == 1 or tp_rank == 0)
             if holders > 1:
                 self.factors[name] = holders - 1 if is_first else -1

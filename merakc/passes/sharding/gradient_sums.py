@@ -1,0 +1,32 @@
+"""The values of which each rank makes a part of the gradient, where ranks hold a model whole.
+
+Ranks of cp make the gradients of a weight from their parts of a sequence. The sum of these parts is
+wanted once a step, as that of dp ranks' is. It need not be made in a graph: what is computed of
+parameters alone, alike on every rank, has a backward that is linear in the gradient, so that the
+parts go through it. Where such a value is read by what every rank computes whole, each rank's
+gradient of it is that of all, and counts as one of as many (`merakc.divide_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from merakc.ir.graph import Graph, InputKind, Ref
+from merakc.kernels.opaque import OPAQUE
+from merakc.passes.sharding.layouts import SequenceSplit
+
+
+def gradient_sums(graph: Graph, sequences: Iterable[SequenceSplit] = ()) -> frozenset[Ref]:
+    """The trained parameters, and what is computed of them alone outside of all `sequences`.
+
+    But for what functions of the user's make of them: their backwards may be anything.
+    """
+    inside = frozenset().union(*(split.nodes for split in sequences))
+    grads = graph.grad_values()
+    found = {Ref(i.name) for i in graph.inputs if i.kind is InputKind.PARAMETER} & grads
+    for node in graph.nodes:
+        read = grads.intersection(node.refs)
+        is_ours = node.op != OPAQUE and node.op not in graph.functions
+        if read and read <= found and is_ours and node.name not in inside:
+            found.update(grads.intersection(node.outs))
+    return frozenset(found)
