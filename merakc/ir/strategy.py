@@ -70,7 +70,7 @@ class Strategy(Degrees):
     def mesh(self) -> Mesh:
         """The grid of ranks."""
         shares_state = self.context_parallel and not self.expert_parallel
-        return Mesh(*(getattr(self, name) for name in AXES), shares_state=shares_state)
+        return Mesh(self.dp, self.tp, self.pp, self.inner, shares_state=shares_state)
 
     @property
     def state_ranks(self) -> int:

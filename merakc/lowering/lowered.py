@@ -356,8 +356,8 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     except ShardError:
         if not plan.context_parallel:
             raise
-        sums = frozenset() if plan.expert_parallel else gradient_sums(graph)
-        return graph, computed_whole(graph, plan.tp, plan.splits, sums)  # too short
+        whole = computed_whole(graph, plan.tp, plan.splits)  # too short
+        return graph, whole if plan.expert_parallel else replace(whole, sums=gradient_sums(graph))
     except PlanError as error:
         splits = {name: parse_layout(text) for name, text in plan.splits.items()}
         gathered = gather_needed(graph, splits)

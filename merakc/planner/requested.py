@@ -180,7 +180,9 @@ def _check_plan(request: Request, given: Plan) -> None:
         )
     stages = len(given.rank_of)
     planned_shards = [given.shards(s) for s in range(stages)]
-    parsed = parse_shards(shards, given.state_ranks, stages) if shards is not None else planned_shards
+    parsed = (
+        parse_shards(shards, given.state_ranks, stages) if shards is not None else planned_shards
+    )
     if [one.counts for one in parsed] != [one.counts for one in planned_shards]:
         raise ConfigError(
             f"state_shards={shards} contradicts the plan's state_shards="

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +18,17 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
 from benchmarks.zoo_models import ZOO
 from merakc.ir.program import Mesh
+from merakc.ir.state import ShardsGiven
 from merakc.machines.cluster import NOMINAL_CPU
 
 STEPS, BATCH_SIZE, MICRO_BATCHES = 2, 8, 4
-# Grouped heads; tied embeddings over two stages; two sequences; an odd number of patches.
-CASES = [
-    ("llama", Mesh(tp=4)),
-    ("gpt2", Mesh(tp=2, pp=2)),
-    ("t5", Mesh(tp=2)),
-    ("vit", Mesh(dp=2, tp=2)),
+# Grouped heads; tied embeddings over two stages; two sequences; an odd number of patches. The state
+# is sharded over cp, in several ways, over cp and dp, and not at all.
+CASES: list[tuple[str, Mesh, ShardsGiven | None]] = [
+    ("llama", Mesh(tp=4), (2, 2, 4)),
+    ("gpt2", Mesh(tp=2, pp=2), "zero-1"),
+    ("t5", Mesh(tp=2), None),
+    ("vit", Mesh(dp=2, tp=2), "zero-3"),
 ]
 
 
@@ -36,11 +40,11 @@ def reference(model: str) -> Reference:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "mesh"), CASES, ids=str)
-def test_training_equals_one_process(model: str, mesh: Mesh) -> None:
+@pytest.mark.parametrize(("model", "mesh", "shards"), CASES, ids=str)
+def test_training_equals_one_process(model: str, mesh: Mesh, shards: ShardsGiven | None) -> None:
     task = Task(
         MODELS[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True, axis="cp",
-        cluster=NOMINAL_CPU,
+        cluster=NOMINAL_CPU, state_shards=shards,
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))
     losses = [f.losses for f in found]
@@ -120,3 +124,94 @@ def _short(name: str, axis: str) -> tuple[float, float]:
 def test_sequences_of_fewer_rows_than_ranks_are_computed_whole(name: str, axis: str) -> None:
     for difference, size in run_ranks(2, _short, name, axis):
         assert difference < 1e-6 * size
+
+
+class Squashed(torch.autograd.Function):
+    """Of which the backward is no sum of what it makes of parts of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class Regular(nn.Module):
+    """Weights that are read on parts and whole, by the loss, and by a function of the user's where
+    a batch is in one part: gradients of several would not add up.
+    """
+
+    def __init__(self, *, squashes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.squashes = squashes
+        self.words, self.inner, self.out = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.unused = nn.Linear(8, 2)
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)[:, None]
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0] * self.scale.exp()
+        inner = Squashed.apply(self.inner.weight) if self.squashes else self.inner.weight
+        x = F.linear(x, inner, self.inner.bias).tanh()
+        x = x + x.flip(1) * self.scale
+        far = F.cross_entropy(self.out(x).transpose(1, 2), ids)
+        return far + 0.1 * self.out.weight.square().sum() + self.scale.sum()
+
+
+Found = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def _regular(layout: dict[str, Any] | None, squashes: bool, folder: Path) -> Found:
+    """Losses and norms of steps on sequences of several lengths, one too short to be shared, and
+    the weights; with a `layout` saved in the middle, and gone on with from there.
+    """
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randint(11, (4, length), generator=draw) for length in (7, 1, 6, 1)]
+    found: list[float] = []
+    model: Any = Regular(squashes=squashes)
+    if layout:
+        model = merakc.auto_parallel(model, (batches[0],), pp=1, cluster=NOMINAL_CPU, **layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    own = slice(None)
+    if layout and layout["dp"] > 1:
+        own = slice(2 * model.data_parallel_rank, 2 * model.data_parallel_rank + 2)
+    for step, ids in enumerate(batches):
+        loss = model(ids[own])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), float(norm)]
+        if layout and step == 1:
+            merakc.save(folder, model, optimizer)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0)
+            merakc.load(folder, model, optimizer)
+    return found, model.full_state_dict() if layout else model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 1, "cp": 2, "state_shards": "zero-3"},
+        {"dp": 1, "cp": 2},
+        {"dp": 2, "cp": 2, "state_shards": (1, 2, 2), "micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_the_ranks_of_cp_share_the_state(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Norms, clipping and checkpoints count every element once; weights of every kind of use get
+    the gradient of one process, also where all ranks compute the same.
+    """
+    squashes = layout["dp"] == 1
+    (wanted, weights), *_ = run_ranks(1, _regular, None, squashes, tmp_path)
+    every = run_ranks(layout["dp"] * layout["cp"], _regular, layout, squashes, tmp_path)
+    for found, _ in every:
+        assert found == pytest.approx(wanted, rel=1e-12)
+    for name, value in weights.items():
+        torch.testing.assert_close(every[0][1][name], value, rtol=1e-10, atol=1e-12)

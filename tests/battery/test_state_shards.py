@@ -176,7 +176,7 @@ def test_a_plan_keeps_its_shards(tmp_path: Path) -> None:
     [
         ("zero-4", "'zero-4' is not known; choose one of auto, zero-0, zero-1"),
         ((1, 1), "must be three numbers"),
-        ((1, 1, 3), "3 must divide dp=2"),
+        ((1, 1, 3), "3 must divide the 2 ranks"),
         ((2, 1, 2), "gradients must be|must divide the next"),
     ],
 )

@@ -49,5 +49,5 @@ def test_what_is_not_allowed_is_refused(counts: tuple[int, int, int], text: str)
 
 
 def test_shards_divide_over_the_ranks() -> None:
-    with pytest.raises(ConfigError, match="4 must divide dp=6"):
+    with pytest.raises(ConfigError, match="4 must divide the 6 ranks"):
         StateShards(2, 2, 4).check(6)

@@ -19,15 +19,11 @@ def unsplit(graph: Graph) -> Sharding:
     return Sharding(1, layouts, frozenset(), ())
 
 
-def computed_whole(
-    graph: Graph, tp: int, splits: Mapping[str, str], sums: Set[Ref] = frozenset()
-) -> Sharding:
-    """The same on ranks that have parts of some parameters, `splits` by their names; of the values
-    `sums` ranks leave parts of the gradients.
-    """
+def computed_whole(graph: Graph, tp: int, splits: Mapping[str, str]) -> Sharding:
+    """The same on ranks that have parts of some parameters, `splits` by their names."""
     parts = {Ref(i.name): splits[i.target] for i in graph.inputs if i.target in splits}
     layouts = {**unsplit(graph).layouts, **{ref: parse_layout(own) for ref, own in parts.items()}}
-    return Sharding(tp, layouts, frozenset(), (), gathered=frozenset(parts), sums=sums)
+    return Sharding(tp, layouts, frozenset(), (), gathered=frozenset(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ class Sharding:
     opaque: tuple[Node, ...]
     sequences: tuple[SequenceSplit, ...] = ()
     gathered: frozenset[Ref] = frozenset()
-    sums: Set[Ref] = frozenset()
+    sums: frozenset[Ref] = frozenset()
 
     def unlike_ranks(self, graph: Graph) -> tuple[int, ...]:
         """One rank for each set of sizes that the parts of a graph's values have: (0,) where all
