@@ -15,7 +15,7 @@ from merakc.machines.cluster import Cluster
 
 
 def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
-    """The ranks of a mesh that share their state, on a cluster; as one node where it says nothing of
+    """The ranks of a mesh that share their state, on a cluster: one node where it says nothing of
     nodes.
     """
     return DpGroup(mesh.state_ranks, mesh_fabric(mesh, cluster), stride=mesh.state_stride)

@@ -10,7 +10,7 @@ from merakc.errors import ConfigError
 
 
 class Role(StrEnum):
-    """Why ranks that share a state have a process group: what they do together for the state that they shard."""
+    """Why ranks have a process group: what they do together for the state that they share."""
 
     GATHER = "gather"  # have the shards of the same parameters
     REFRESH = "refresh"  # optimize the same shard of the parameters

@@ -47,10 +47,10 @@ class Strategy(Degrees):
     whole runs on parts of sequences. With `context_parallel` the ranks of tp split sequences in
     place of parameters: their number is then the degree that is known as cp. With `expert_parallel`
     they share the experts as well, and it is known as ep. `recompute` says what a backward computes
-    again.
-    `state_shards` are those of parameters, gradients and optimizer state over dp and cp, stage by
-    stage; empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
-    names the kinds of tensors (`merakc.ir.offload`) of which some live on the host.
+    again. `state_shards` are those of parameters, gradients and optimizer state over dp, and over
+    cp, stage by stage; empty, none is sharded. Without a `precision` the model computes in its own
+    dtypes. `offload` names the kinds of tensors (`merakc.ir.offload`) of which some live on the
+    host.
     """
 
     batch_size: int = 0

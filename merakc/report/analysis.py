@@ -95,16 +95,21 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
     """Those of one micro-batch: the forward's, and their conjugates in the backward."""
     if lowered.plan.tp == 1:
         return {}
-    ops = Counter(node.op for graph in lowered.stages.local for node in graph.nodes)
+    ops, back = Counter[str](), Counter[str]()  # of all nodes, and of those that have gradients
+    for graph in lowered.stages.local:
+        grads = graph.grad_values()
+        ops.update(node.op for node in graph.nodes)
+        back.update(node.op for node in graph.nodes if not grads.isdisjoint(node.outs))
     scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
     exchanges = ops["merakc.dispatch.default"] + ops["merakc.combine.default"]
     found = {
         "forward all-reduce": ops["merakc.all_reduce.default"],
-        "backward all-reduce": ops["merakc.copy_to.default"],
+        "backward all-reduce": back["merakc.copy_to.default"],
         "forward reduce-scatter": scatters,
         "forward all-gather": gathers + ops["merakc.all_gather.default"],
-        "backward reduce-scatter": gathers,
-        "backward all-gather": scatters + ops["merakc.scatter.default"],
+        "backward reduce-scatter": back["merakc.gather_to.default"],
+        "backward all-gather": back["merakc.reduce_scatter.default"]
+        + back["merakc.scatter.default"],
         "forward all-to-all": exchanges,
         "backward all-to-all": exchanges,
         "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),

@@ -36,7 +36,8 @@ from merakc.passes.sharding.propagate import propagate
 # Without latencies a small model is split like the large one that it stands for.
 FIGURES = replace(NOMINAL_GPU, link_latency_s=0.0)
 MAX_DIMS = 4  # that are tried: sequence and hidden dim of an encoder and of a decoder
-UNITS = 10**9  # integer capacities that all of the costs together make
+UNITS = 10**9  # the integer capacity that no cut is dearer than
+LEAST_UNITS = 16  # that every cost should be
 
 
 def split_sequences(dims: Dims, sharding: Sharding, chosen: set[Factor]) -> Sharding:
@@ -291,16 +292,23 @@ class Cut:
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         costs = np.array(list(self.edges.values()))
-        finite = np.isfinite(costs)
-        unit_s = costs[finite].sum() / UNITS
-        if not unit_s:
+        most_s = costs[np.isfinite(costs)].sum()
+        if not most_s:
             return set(), 0.0
-        capacities = np.full(len(costs), 2 * UNITS, dtype=np.int32)
-        capacities[finite] = np.rint(costs[finite] / unit_s)
+        least_s = costs[costs > 0].min()
         rows, columns = (np.array(x) for x in zip(*self.edges, strict=True))
         shape = len(self.names), len(self.names)
-        graph = coo_array((capacities, (rows, columns)), shape).tocsr()
-        found = maximum_flow(graph, 0, 1)
+        while True:
+            unit_s = most_s / UNITS
+            capacities = np.full(len(costs), 2 * UNITS, dtype=np.int32)
+            capacities[costs <= most_s] = np.rint(costs[costs <= most_s] / unit_s)
+            graph = coo_array((capacities, (rows, columns)), shape).tocsr()
+            found = maximum_flow(graph, 0, 1)
+            # No edge that is dearer than a cut is in the least one: without them units are smaller.
+            cut_s = (2 * found.flow_value + len(costs)) * unit_s
+            if least_s >= LEAST_UNITS * unit_s or cut_s > most_s / 2:
+                break
+            most_s = cut_s
         left = graph.astype(np.int64) - found.flow.astype(np.int64)
         left.data[left.data < 0] = 0
         left.eliminate_zeros()

@@ -34,6 +34,11 @@ from merakc.passes.sharding.spmd_ops import SPECIAL
 
 AXIS = "tp"
 SCATTERS = ("scatter", "reduce_scatter")
+# Between a value and a larger one that repeats it, as keys for several heads of queries do.
+REPEATS = frozenset(
+    f"aten.{name}"
+    for name in ("expand.default", "reshape.default", "view.default", "unsqueeze.default")
+)
 
 
 def spmd_partition(graph: Graph, sharding: Sharding, rank: int) -> Graph:
@@ -62,6 +67,8 @@ class SpmdPartitioner:
         self.entered: dict[Ref, Ref] = {}  # values behind their copy_to
         self.shared: dict[Ref, Ref] = {}  # and behind what makes their gradient one of as many
         self.moved: dict[tuple[Ref, str, Layout], Ref] = {}  # and behind gathers and scatters
+        self.maker = {n.name: n for n in graph.nodes}
+        self.repeated: dict[Ref, Ref] = {}  # values that were gathered before they were repeated
         self.dispatched = {n: d for s in sharding.sequences for d in s.dispatched for n in d.nodes}
         self.sent: dict[Ref, Ref] = {}  # values where the experts are
 
@@ -89,7 +96,8 @@ class SpmdPartitioner:
         self.sharding = self.whole
         outputs = tuple(self.output(o) for o in self.graph.outputs)
         inputs, constants = tuple(self.inputs), self.constants
-        return Graph(inputs, tuple(self.nodes), outputs, constants, self.graph.functions)
+        made = Graph(inputs, tuple(self.nodes), outputs, constants, self.graph.functions)
+        return made.pruned() if self.repeated else made
 
     def is_split(self, ref: Ref) -> bool:
         """Whether a value is split, as the node being written sees it."""
@@ -111,9 +119,7 @@ class SpmdPartitioner:
     def as_it_is(self, ref: Ref) -> Ref:
         """A whole value, and its gradient as it comes."""
         split = self.whole.sequence_of(ref)
-        if split is None:
-            return self.now.get(ref, ref)
-        return self.move(ref, split.layouts[ref], "all_gather")
+        return self.move(ref, split.layouts[ref], "all_gather") if split else self.now.get(ref, ref)
 
     def once(self, ref: Ref) -> Ref:
         """One of the `sums`, as what every rank computes whole reads it: the gradients of all ranks
@@ -134,7 +140,7 @@ class SpmdPartitioner:
                 return self.now.get(ref, ref)
             return self.move(ref, within.layouts[ref], "scatter")
         if split is not None:
-            return self.move(ref, split.layouts[ref], "gather_to")
+            return self.gathered(ref, split)
         ref_now = self.now.get(ref, ref)
         is_summed = ref not in self.grads or ref in self.whole.sums
         if self.whole.layouts[ref].is_split or is_summed:
@@ -144,6 +150,25 @@ class SpmdPartitioner:
             self.nodes.append(Node(name, "merakc.copy_to.default", (ref_now, AXIS), (), (spec,)))
             self.entered[ref] = Ref(name)
         return self.entered[ref]
+
+    def gathered(self, ref: Ref, split: SequenceSplit) -> Ref:
+        """A value of which ranks have parts, whole, as nodes on other parts read it: what repeats a
+        smaller value is made of that one, gathered.
+        """
+        chain, source = list[Node](), ref
+        while (node := self.maker.get(source.node)) is not None and node.op in REPEATS:
+            chain, source = [*chain, node], node.args[0]
+        if source not in split.kept or self.specs[source].numel >= self.specs[ref].numel:
+            return self.move(ref, split.layouts[ref], "gather_to")
+        now = self.move(source, split.layouts[source], "gather_to")
+        for node in reversed(chain):
+            own = Ref(node.name)
+            if own not in self.repeated:
+                name = _named(own, "whole")
+                self.nodes.append(replace(node, name=name, args=(now, *node.args[1:])))
+                self.repeated[own] = Ref(name)
+            now = self.repeated[own]
+        return now
 
     def write(self, node: Node) -> None:
         """Adds the local form of a node."""

@@ -176,3 +176,13 @@ def test_the_cut_is_the_cheapest() -> None:
     side, saved_s = cut.source_side()
     assert side == {"source", "a", "b"}
     assert saved_s == pytest.approx(1.0)
+
+
+def test_a_cut_tells_small_costs_beside_large_ones() -> None:
+    cut = Cut()
+    for name, gain_s, price_s in (("dear", 1e14, 5.0), ("cheap", 3.0, 1.0), ("loss", 1.0, 3.0)):
+        cut.add("source", name, gain_s)
+        cut.add(name, "sink", price_s)
+    side, saved_s = cut.source_side()
+    assert side == {"source", "dear", "cheap"}
+    assert saved_s == pytest.approx(1e14 - 3, rel=1e-15)
