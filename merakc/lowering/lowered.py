@@ -78,9 +78,7 @@ class Lowered:
         return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
 
     def without_nodes(self, same: Same) -> Lowered:
-        """The same without the nodes of the graphs of parts and stages, with the `same` values as
-        others have.
-        """
+        """The same without the graphs' nodes, and with the `same` values as others have."""
         known = self.loss.known and self.loss.known.without_nodes(same)
         loss = replace(self.loss, graph=self.loss.graph.without_nodes(same), known=known)
         return replace(self, loss=loss, stages=self.stages.without_nodes(same), parts=())
