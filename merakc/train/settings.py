@@ -36,6 +36,7 @@ class Settings:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = tuple(model.modules())  # to walk through them takes a step's time
+        self._with_modes = frozenset(map(id, self._modules))
         self._things: list[Any] = []  # what is told apart by identity
         self._key: tuple[tuple[str, str], ...] = ()
         self._told: tuple[tuple[str, str], ...] | None = None
@@ -106,7 +107,7 @@ class Settings:
 
     def _counts(self, change: Change) -> bool:
         return not (
-            (change.key == "training" and isinstance(change.after, bool))
+            (change.key == "training" and id(change.holder) in self._with_modes)
             or isinstance(change.holder, _UNWATCHED)
         )
 

@@ -12,6 +12,7 @@ import itertools
 import logging
 import random
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from types import (
     FunctionType,
     GeneratorType,
     GenericAlias,
+    MappingProxyType,
     MethodType,
     ModuleType,
 )
@@ -81,6 +83,33 @@ class Names:
         return {n: space[n] for n in names if n in space and is_data(space[n])}
 
 
+def is_torchs(value: Any) -> bool:
+    """Whether an object is of a class of torch's, and no module."""
+    return type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlainValues:
+    """The plain values in an object of torch's, such as an optimizer, under these of its names."""
+
+    value: Any
+    names: tuple[str, ...]
+
+    def content(self) -> dict[str, Any]:
+        """They, now, by the way to each, as `param_groups[0]['lr']`."""
+        found: dict[str, Any] = {}
+        _add_plain(found, "", {n: x for n, x in vars(self.value).items() if n in self.names}, 0)
+        return found
+
+
+def _add_plain(found: dict[str, Any], way: str, value: Any, depth: int) -> None:
+    if isinstance(value, PLAIN):
+        found[way] = value
+    elif depth < DEPTH and isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _add_plain(found, f"{way}[{key!r}]" if depth else str(key), item, depth + 1)
+
+
 def is_data(value: Any) -> bool:
     """Whether a name stands for something else than code."""
     kind: Any = type(value)
@@ -102,8 +131,12 @@ def content_of(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value)) | _attributes(value)
     if isinstance(value, set):
         return dict.fromkeys(value, True) | _attributes(value)
-    if isinstance(value, Names):
+    if isinstance(value, (Names, PlainValues)):
         return value.content()
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    if isinstance(value, weakref.ref):
+        return {"": value()}
     if isinstance(value, (CellType, ContextVar)):
         return _cell(value)
     if isinstance(value, MethodType):
@@ -112,11 +145,11 @@ def content_of(value: Any) -> dict[Any, Any] | None:
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     told = _told(value)
     if isinstance(value, np.ndarray):
-        return {"": told, "form": f"{value.dtype} {value.shape}"}
+        objects = enumerate(value.ravel().tolist()) if value.dtype == object else ()
+        return {"": told, "form": f"{value.dtype} {value.shape}", **{str(k): x for k, x in objects}}
     if told is not None:
         return {"": told}
-    own = type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module)
-    if own or isinstance(value, _NO_CONTENT):
+    if is_torchs(value) or isinstance(value, _NO_CONTENT):
         return None
     if type(value).__module__ == "_io" and hasattr(value, "getvalue"):
         return {"": value.getvalue()}
@@ -281,8 +314,12 @@ def put_back(value: Any, content: Mapping[Any, Any]) -> None:
         _name_again(value, content)
     elif isinstance(value, np.ndarray) and isinstance(content[""], bytes):
         value[...] = np.frombuffer(content[""], value.dtype).reshape(value.shape)
-    elif not isinstance(value, (tuple, partial, MethodType, np.ndarray)) and "" not in content:
+    elif not isinstance(value, _HOLDS_NOTHING_OF_ITS_OWN) and "" not in content:
         _set_attributes(value, content)
+
+
+# What cannot be put back, or holds what others do.
+_HOLDS_NOTHING_OF_ITS_OWN = (tuple, partial, MethodType, MappingProxyType, np.ndarray, PlainValues)
 
 
 def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:

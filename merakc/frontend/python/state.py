@@ -7,21 +7,22 @@ iterators.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, cache, partial
+from functools import _lru_cache_wrapper, partial
 from itertools import chain
 from operator import attrgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from torch.optim import Optimizer
 
+from merakc.frontend.python.code_names import ASKING, is_installed, names_in
 from merakc.frontend.python.content import (
     CONTAINERS,
     DEPTH,
@@ -29,8 +30,10 @@ from merakc.frontend.python.content import (
     PLAIN,
     Attribute,
     Names,
+    PlainValues,
     content_of,
     is_data,
+    is_torchs,
     put_back,
     same,
 )
@@ -45,15 +48,9 @@ STEPS = (
     "merakc.train.steps",
     "merakc.train.data.lent",
 )  # what a model that is trained holds of ours
-ASKING = frozenset(("getattr", "hasattr", "globals", "vars"))  # by a name that is a text
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES = frozenset(("torch", "builtins", "merakc", "typing", "abc", "enum", "collections"))
-IMPORT = dis.opmap["IMPORT_NAME"]
-_FLAGGED = dis.opmap["LOAD_GLOBAL"]  # whose argument holds another bit, since Python 3.11
-GLOBALS = frozenset(
-    dis.opmap[name] for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
-)
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -102,6 +99,10 @@ class PythonState:
         self._classes: set[type] = set()
         self._functions: list[FunctionType] = []
         self._inside: set[tuple[int, str]] = set()  # names of modules that others look up
+        self._walked: set[tuple[int, tuple[str, ...]]] = set()  # modules, and by which names
+        # Modules of Python's that are held as values, and objects of torch's, in the order in which
+        # they were found: of both code has what it names.
+        self._by_name: dict[int, Any] = {}
         # Names that code goes by, of each namespace, with whether they are there.
         self._lookups: dict[int, tuple[dict[str, Any], dict[str, bool]]] = {}
         self._code: list[tuple[Mapping[str, Any], str]] = []  # of classes
@@ -123,6 +124,7 @@ class PythonState:
             self._see(getattr(torch_modules, name), name, True)
         if isinstance(model, WithLoss) and model.loss is not None:
             self._see_called(model.loss)
+        self._see_by_name()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in it but parameters and buffers, by name."""
@@ -183,14 +185,38 @@ class PythonState:
             value = vars(value)  # what users have set on it
         if id(value) in self._held or depth > DEPTH or type(value).__module__.startswith(STEPS):
             return
+        if isinstance(value, type) and not is_installed(value.__module__):
+            for cls in value.__mro__:
+                self._see_class(cls)
         content = content_of(value)
         if content is None:
+            if isinstance(value, ModuleType) or (is_torchs(value) and hasattr(value, "__dict__")):
+                self._by_name.setdefault(id(value), value)
             return
-        if not _is_installed(type(value).__module__):
+        if not is_installed(type(value).__module__):
             for cls in type(value).__mro__:
                 self._see_class(cls)
         deeper = depth + (not isinstance(value, CONTAINERS))
         self._see_inside(self._hold(Held(value, name, content, shared)), deeper)
+
+    def _see_by_name(self) -> None:
+        """Notes what of modules and of torch's objects any of the code that was seen may look up;
+        that of modules may lead to more code.
+        """
+        seen, names = -1, tuple[str, ...]()
+        while self._by_name and seen != (seen := len(self._by_name) + len(self._functions)):
+            names = tuple(dict.fromkeys(chain.from_iterable(map(_spoken, self._functions))))
+            for value in [*self._by_name.values()]:
+                if isinstance(value, ModuleType):
+                    near = {} if is_installed(value.__name__) else vars(value)
+                    self._see_module(value, names, near)
+        for value in self._by_name.values():
+            # All its plain values, where a method is named; an optimizer's are no forward's.
+            called = any(hasattr(type(value), n) for n in names)
+            called = called and not isinstance(value, Optimizer)
+            inside = () if isinstance(value, ModuleType) else tuple(vars(value))
+            if inside := tuple(n for n in inside if called or n in names):
+                self._see(PlainValues(value, inside), type(value).__name__, True)
 
     def _see_inside(self, held: Held, depth: int) -> None:
         for key, item in held.content.items():
@@ -213,6 +239,8 @@ class PythonState:
         if cls in self._classes or cls.__module__.partition(".")[0] in _BASES:
             return
         self._classes.add(cls)
+        if type(cls) is not type:
+            self._see_class(type(cls))
         self._see(Names(cls), cls.__name__, True)
         for name, value in vars(cls).items():
             if not is_data(value):
@@ -239,7 +267,7 @@ class PythonState:
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._see(default, f"a default of {name}", True)
         self._see(vars(function), name, True)
-        (names, used_here, imports), space = _named_in(function.__code__), function.__globals__
+        (names, used_here, imports), space = names_in(function.__code__), function.__globals__
         self._see(Names(space, used_here), function.__module__ or "globals", True)
         for used in used_here:
             self._looked_up(space, used, wanted=True)
@@ -258,7 +286,7 @@ class PythonState:
             self._see_module(value, names, space)
         elif isinstance(value, type):
             near = value.__module__ == space.get("__name__")
-            for cls in value.__mro__ if near or not _is_installed(value.__module__) else ():
+            for cls in value.__mro__ if near or not is_installed(value.__module__) else ():
                 self._see_class(cls)
         elif isinstance(value, _CALLED):
             code = getattr(inspect.unwrap(value), "__code__", None)
@@ -270,7 +298,19 @@ class PythonState:
         self, module: ModuleType, names: tuple[str, ...], space: dict[str, Any]
     ) -> None:
         inside = vars(module)
-        installed = _is_installed(module.__name__)  # what libraries keep is their own affair
+        installed = is_installed(module.__name__)  # what libraries keep is their own affair
+        if not installed:
+            if (id(inside), names) in self._walked:
+                return
+            self._walked.add((id(inside), names))
+            for inner in (inside.get(n) for n in names):
+                if isinstance(inner, ModuleType):  # again, for these names
+                    self._see_module(inner, names, space)
+            if not ASKING.isdisjoint(names):  # by a name that is made
+                every = tuple(n for n in inside if not n.startswith("__") and is_data(inside[n]))
+                self._see(Names(inside, every), module.__name__, True)
+                for name in every:
+                    self._looked_up(inside, name)
         names = tuple(n for n in names if (id(inside), n) not in self._inside)
         later = () if installed else tuple(n for n in names if n not in inside)
         names = tuple(n for n in names if n in inside)
@@ -315,42 +355,10 @@ class PythonState:
         return self._lookups.values()
 
 
-@cache
-def _named_in(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """What some code, and the code in it, has by names: all that it looks up, of attributes too
-    (`helpers.mask`, `getattr(helpers, "mask", None)`), the globals that it reads or writes, the
-    modules that it imports as it runs.
-    """
-    ops = code.co_code[::2]
-    asks = not ASKING.isdisjoint(code.co_names)
-    asked = [x for x in code.co_consts if asks and isinstance(x, str) and x.isidentifier()]
-    own = (
-        (*code.co_names, *asked),
-        [*(named(code, GLOBALS) if not GLOBALS.isdisjoint(ops) else ()), *asked],
-        named(code, {IMPORT}) if IMPORT in ops else (),  # in few functions
-    )
-    inner = [_named_in(c) for c in code.co_consts if isinstance(c, CodeType)]
-    every, read, imported = (
-        tuple(dict.fromkeys(chain(*parts))) for parts in zip(own, *inner, strict=True)
-    )
-    return every, read, imported
-
-
-def named(code: CodeType, ops: Container[int]) -> list[str]:
-    """The names that instructions of some kinds go by, as `dis` says, in a fifth of its time."""
-    found, extended = [], 0
-    for op, arg in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        arg |= extended << 8
-        extended = arg if op == dis.EXTENDED_ARG else 0
-        if op in ops:
-            found.append(code.co_names[arg >> 1 if op == _FLAGGED else arg])
-    return found
-
-
-@cache
-def _is_installed(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module in sys.builtin_module_names or str(file).startswith(INSTALLED)
+def _spoken(function: FunctionType) -> Iterable[str]:
+    """The names that a function goes by; a library's do not make up names of users' modules."""
+    names = names_in(function.__code__)[0]
+    return (n for n in names if n not in ASKING) if is_installed(function.__module__) else names
 
 
 def differences(held: Held) -> Iterator[tuple[Any, Any, Any]]:

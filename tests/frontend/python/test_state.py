@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import itertools
+import os
 import random
-import sys
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import merakc
 from merakc.frontend.python.content import describe, tensors_in
-from merakc.frontend.python.state import GLOBALS, IMPORT, PythonState, named
+from merakc.frontend.python.state import PythonState
+from merakc.frontend.python.watch import WatchedState
 
 calls = 0
 seen: list[int] = []
@@ -166,24 +167,6 @@ def test_tensors_are_told_by_their_forms() -> None:
     assert list(tensors_in(Holder(Tensor()))) != []
 
 
-def test_names_in_code_are_those_that_dis_tells() -> None:
-    """Of all of torch's modules and our own that are there; some have more than 256 names."""
-    kinds = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"}
-    codes = [
-        f.__code__
-        for name, module in [*sys.modules.items()] if name.startswith(("torch.", "merakc."))
-        for f in vars(module).values() if type(f) is FunctionType
-    ]  # fmt: skip
-    many = compile("\n".join(f"a{k} = b{k}\nimport c{k}" for k in range(300)), "", "exec")
-    for code in [many, *codes[::5]]:
-        told = list(dis.get_instructions(code))
-        assert named(code, GLOBALS) == [i.argval for i in told if i.opname in kinds]
-        imports = [i.argval for i in told if i.opname == "IMPORT_NAME"]
-        assert named(code, {IMPORT}) == imports
-    assert len(named(many, GLOBALS)) == len(named(many, {IMPORT})) == 300
-    assert len(codes) > 1000
-
-
 class Holder:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -206,3 +189,102 @@ def test_names_of_the_users_code_do_not_lead_into_merakc() -> None:
 
 def run_on_all() -> Any:
     return merakc.auto_parallel
+
+
+def _by_name() -> dict[str, tuple[Any, Callable[[], None]]]:
+    """What code has by name alone, in ways that a model may hold it; what changes a value in it."""
+    settings, inner = ModuleType("settings"), ModuleType("settings.inner")
+    settings.scale, settings.inner, inner.scale = 1.0, inner, 1.0  # type: ignore[attr-defined]
+
+    class Config:
+        class Inner:
+            scale = 1.0
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    target, values = Memory(), np.array([Memory()], object)
+    hidden = nn.Dropout()
+
+    def halve(holder: Any) -> Callable[[], None]:
+        return lambda: setattr(holder, "scale", holder.scale / 2)
+
+    return {
+        "a module": (settings, halve(settings)),
+        "a module in a list": ([settings], halve(settings)),
+        "a module in a module": (settings, halve(inner)),
+        "a module of Python's": (os, lambda: os.environ.update(MERAKC_TEST_SCALE="2")),
+        "a class in a class": (Config, halve(Config.Inner)),
+        "a class of classes": (Marked, halve(Marking)),
+        "an optimizer": (optimizer, lambda: optimizer.param_groups[0].update(lr=2.0)),
+        "a schedule": ([schedule], lambda: schedule._last_lr.append(1.0)),
+        "a weak reference": (weakref.ref(target), lambda: setattr(target, "steps", 3)),
+        "a view of a mapping": (MappingProxyType(TABLE), lambda: TABLE.update(a=TABLE["a"] + 1)),
+        "an array of objects": (values, lambda: setattr(values[0], "steps", 3)),
+        "the mode of a hidden module": (
+            [hidden],
+            lambda: hidden.train(not hidden.training) and None,
+        ),
+    }
+
+
+TABLE = {"a": 1}
+
+
+class Marking(type):
+    scale = 1.0
+
+
+class Marked(metaclass=Marking):
+    """A class that has its numbers of its class."""
+
+
+class Reads(nn.Module):
+    """Reads what it holds in ways that only names tell."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self) -> Any:
+        held = self.held[0] if isinstance(self.held, list) else self.held
+        if hasattr(held, "get_last_lr"):
+            return held.get_last_lr()
+        numbers = [held.scale, held.inner.scale, held.Inner.scale]
+        return [*numbers, held.environ["MERAKC_TEST_SCALE"], held.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize("name", _by_name())
+def test_what_code_has_by_names_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERAKC_TEST_SCALE", "1")
+    held, change = _by_name()[name]
+    state = WatchedState(Reads(held))
+    assert not state.moved()
+    assert not state.changes()
+    change()
+    assert state.moved()
+    assert state.changes()
+
+
+def test_modules_are_looked_into_for_all_that_code_names() -> None:
+    """Two functions go through one module to another for different names."""
+    outer, inner = ModuleType("outer"), ModuleType("outer.inner")
+    outer.inner, inner.one, inner.other = inner, 1, 2  # type: ignore[attr-defined]
+    space = {"outer": outer, "__name__": "users"}
+    exec("def one(self): return outer.inner.one\ndef other(self): return outer.inner.other", space)
+    kind = type("Both", (nn.Module,), {"one": space["one"], "other": space["other"]})
+    state = PythonState(kind())
+    inner.other = 3  # type: ignore[attr-defined]
+    assert [c.name for c in state.changes()] == ["outer.inner.other"]
+
+
+def test_names_that_are_made() -> None:
+    settings = ModuleType("settings")
+    settings.scale_a = 1.0  # type: ignore[attr-defined]
+
+    class Made(nn.Module):
+        def forward(self, kind: str) -> Any:
+            return getattr(settings, f"scale_{kind}")
+
+    state = PythonState(Made())
+    settings.scale_a = 2.0  # type: ignore[attr-defined]
+    assert [c.name for c in state.changes()] == ["settings.scale_a"]
