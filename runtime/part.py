@@ -4,8 +4,8 @@ It has the shape of the whole tensor, as a DTensor has, but knows parts that DTe
 packed projections, uneven blocks, and the pieces of buckets that are optimized on different ranks.
 torch's distributed checkpoint asks it what to write and where to read (`__create_write_items__`,
 `__create_chunk_list__`, `__get_tensor_shard__`). It can be copied, moved and pickled, and
-computed with element by element, with numbers and the same part of other state: whatever would take
-a part for the whole is an error.
+computed with element by element, with numbers and parts of just the same elements: whatever would
+take a part for the whole is an error.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class Place:
     def is_whole(self) -> bool:
         """Whether this is all of the tensor."""
         return not self.layout.is_split and self.numel == self.layout.numel
+
+    @property
+    def elements(self) -> tuple[Layout, int, int, int, int]:
+        """Which they are, of any tensor of that shape."""
+        return self.layout, self.tp, self.tp_rank, self.start, self.stop
 
     @property
     def numel(self) -> int:
@@ -236,12 +241,19 @@ def _are_alike(leaves: Sequence[Any]) -> bool:
 
 
 def _check_same(own: Place, other: Place) -> None:
-    if own != other:
+    if own.elements == other.elements:
+        return
+    if own.name != other.name:
         raise ConfigError(
-            f"a part of '{other.name}' is copied into or combined with another part, of "
-            f"'{own.name}': it was saved by another rank or under another plan; merakc.load and "
-            "torch.distributed.checkpoint bring a state to any plan"
+            f"a part of '{other.name}' is copied into or combined with a part of '{own.name}', of "
+            "which this rank holds other elements; model.full_state_dict() gives whole tensors on "
+            "rank 0, and load_state_dict takes them"
         )
+    raise ConfigError(
+        f"a part of '{other.name}' is copied into or combined with another part of it: it was "
+        "saved by another rank or under another plan; merakc.load and torch.distributed.checkpoint "
+        "bring a state to any plan"
+    )
 
 
 def rebuild(

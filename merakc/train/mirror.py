@@ -22,7 +22,7 @@ from merakc.errors import ConfigError
 from merakc.runtime.part import local_of, place_of, tagged
 from merakc.train.parameters.guard import SLICED, guarded, indexed, unguarded
 from merakc.train.parameters.memory import COMPILED
-from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.places import check_here, elsewhere
 from merakc.train.parameters.resetting import RESETS, reset
 from merakc.train.told import warn_of_line
 
@@ -57,13 +57,9 @@ class Mirror(nn.Module):
     def _let_go(self) -> None:
         """Has no tensors of its own any more; but for what is None in the source."""
         source = self.__dict__["_source"]
-        parameters, buffers = (
-            {n: None for n, t in held.items() if t is None}
-            for held in (source._parameters, source._buffers)
-        )
-        vars(self).update(
-            _parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=set()
-        )
+        vars(self)["_non_persistent_buffers_set"] = set()
+        for held in ("_parameters", "_buffers"):
+            vars(self)[held] = {n: None for n, t in vars(source)[held].items() if t is None}
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, of the source too."""
@@ -215,15 +211,20 @@ class Part(Mirror):
             self._refuse(name, value)
         super().__setattr__(name, value)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's parts, where every pipeline rank has some."""
+        if not args and "destination" not in kwargs:  # asked for by itself
+            check_here(self)
+        return super().state_dict(*args, **kwargs)
+
     def _hooked(self, *_: Any, **__: Any) -> Never:
         raise ConfigError(
             f"a hook is registered on {type(self._source).__name__} after auto_parallel; "
             f"{_HOOKS_REMEDY}"
         )
 
-    register_forward_hook = register_forward_pre_hook = _hooked
+    register_forward_hook = register_forward_pre_hook = register_backward_hook = _hooked
     register_full_backward_hook = register_full_backward_pre_hook = _hooked
-    register_backward_hook = _hooked
 
 
 class _Withheld:

@@ -37,11 +37,11 @@ class Source:
 
     def is_like(self, other: Source) -> bool:
         """Whether this rank has the same elements of both: of one parameter, or of that of a copy
-        of the model.
+        of the model, or of two that lie alike, as those of a network and of its average.
         """
         if self is other:
             return True
-        own, others = ((s.name, s.shape, s.held, s.place) for s in (self, other))
+        own, others = ((s.shape, s.held, s.place and s.place.elements) for s in (self, other))
         return self.owners.groups is other.owners.groups and own == others
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:

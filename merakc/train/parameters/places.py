@@ -61,6 +61,25 @@ def absent(place: Placement, device: torch.device) -> torch.Tensor:
     return torch.empty((0,) * dims, dtype=place.dtype, device=device)
 
 
+def check_here(module: nn.Module) -> None:
+    """Raises `ConfigError`, on all ranks, where a part of the model has tensors that some pipeline
+    ranks hold nothing of, so that a loop over them would pass over these.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        source = getattr(tensor, "source", None)
+        if source is None:
+            continue
+        ranks, pp = source.owners.placements[source.name].ranks, source.owners.groups.mesh.pp
+        if len(ranks) < pp:
+            raise ConfigError(
+                f"state_dict() of a part of the model: pipeline ranks {list(ranks)} of {pp} "
+                f"hold '{source.name}', and the others would have nothing of it; model.state_dict()"
+                " is what this rank has of all, model.full_state_dict() is whole, on rank 0; to "
+                "copy one network of a model to another, train with pp=1, or keep the other as a "
+                "model of its own"
+            )
+
+
 def check_given(
     given: Mapping[str, Any], own: Mapping[str, Any], whole: Mapping[str, torch.Tensor]
 ) -> None:

@@ -326,3 +326,74 @@ def test_idioms(layout: dict[str, Any]) -> None:
         told = {n: str(found.pop(n, None)) for n in REFUSED} if layout != PLAIN else {}
         assert found == pytest.approx(wanted, rel=1e-10)
         assert {name: text for name, text in told.items() if not REMEDY.search(text)} == {}
+
+
+class Pair(nn.Module):
+    """A network, and one that follows it, as of deep Q-learning or of momentum contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.t = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).requires_grad_(False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.q(x) - self.t(x.tanh()) - x).square().mean()}
+
+
+def _follow_names(model: Any) -> None:
+    given = model.q.state_dict()
+    for name, value in model.t.state_dict().items():
+        if name in given:
+            value.mul_(0.9).add_(given[name], alpha=0.1)
+
+
+FOLLOW: dict[str, Callable[[Any], object]] = {
+    "a state": lambda m: m.t.load_state_dict(m.q.state_dict()),
+    "part of a state": lambda m: m.t.load_state_dict(m.q.state_dict(), strict=False),
+    "values of states": lambda m: [
+        t.copy_(q) for t, q in zip(m.t.state_dict().values(), m.q.state_dict().values(),
+                                   strict=False)],
+    "names of states": _follow_names,
+    "copies": lambda m: [t.copy_(q) for t, q in zip(m.t.parameters(), m.q.parameters(),
+                                                    strict=True)],
+    "data": lambda m: [t.data.mul_(0.9).add_(0.1 * q.data)
+                       for t, q in zip(m.t.parameters(), m.q.parameters(), strict=True)],
+    "between": lambda m: [t.lerp_(q, 0.1) for t, q in zip(m.t.parameters(), m.q.parameters(),
+                                                          strict=True)],
+    "lists": lambda m: torch._foreach_lerp_([*m.t.parameters()], [*m.q.parameters()], 0.1),
+}  # fmt: skip
+
+
+def followed(layout: dict[str, Any] | None) -> dict[str, float | str]:
+    """The loss after two steps, each with the other network brought near."""
+    found: dict[str, float | str] = {}
+    for name, follow in FOLLOW.items():
+        model: Any = Pair()
+        if layout is not None:
+            batch = torch.ones(8 // layout.get("dp", 1), 8).double()
+            model = merakc.auto_parallel(model, batch, cluster=NOMINAL_CPU, **layout)
+        optimizer = torch.optim.SGD(model.q.parameters(), lr=0.1)
+        try:
+            for _ in range(2):
+                loss_of(model).backward()
+                optimizer.step()
+                model.zero_grad()
+                with torch.no_grad():
+                    follow(model)
+            found[name] = loss_of(model).item()
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "micro_batches": 1}], ids=str)
+def test_a_network_follows_another(layout: dict[str, Any]) -> None:
+    """Where both are split alike; in stages of their own each has nothing of the other."""
+    wanted = followed(None)
+    for found in run_ranks(2, partial(followed, layout)):
+        if "tp" in layout:
+            assert found == pytest.approx(wanted, rel=1e-10)
+        else:
+            assert {n: x for n, x in found.items() if not REMEDY.search(str(x))} == {}
