@@ -105,9 +105,11 @@ class _Watch(TorchDispatchMode):
         self.made: dict[int, torch.Tensor] = {}
         self.read: list[torch.Tensor] = []
         self.written: list[torch.Tensor] = []
+        self.draws = False  # whether any of them draws random numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.read += self._before((args, kwargs))
         self.written += self._before(written(func, args, kwargs))
         out = func(*args, **kwargs)
@@ -148,6 +150,8 @@ class FunctionRecorder(GraphBuilder):
                 return args[0](*args[2:])
         leaves, structure = pytree.tree_flatten(args)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not any(self._ref(x) in self.grads for x in given):  # its backward is never asked for
+            return apply_plainly(cls, *args)
         self.paused, watch = True, _Watch()
         constant: list[torch.Tensor] = []
         try:
@@ -175,6 +179,11 @@ class FunctionRecorder(GraphBuilder):
     ) -> list[torch.Tensor]:
         """The arguments that a call has written to. Raises where a node would not be the call."""
         called = f"custom function {cls.__name__}"
+        if watch.draws:
+            raise self._error(
+                f"{called} draws random numbers, which would be others on each layout",
+                "draw them outside, by torch.rand and the like, and give them to apply()",
+            )
         for x in watch.read:
             if self.aliases.find(x) is not None and not any(x is g for g in given):
                 raise self._untraceable(

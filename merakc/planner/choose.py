@@ -163,15 +163,16 @@ def _improved(
 
 
 def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
-    """The plan of a request with one mesh, without a pipeline or with all of it fixed; None where
-    there are other layouts to compare.
+    """The plan of a request with one mesh, without a pipeline, with all of it fixed or with one
+    micro-batch; None where there are other layouts to compare.
 
     Without a pipeline no layout is faster than the batch in one piece: if that fits the memory as
     it is. What fits only by recomputation, for example, is compared with micro-batches.
     """
     mesh, *others = meshes(request)
     is_fixed = request.micro_batches is not None
-    if others or (mesh.pp > 1 and (request.schedule == "auto" or not is_fixed)):
+    is_open = request.schedule == "auto" and request.micro_batches != 1  # of one, orders are alike
+    if others or (mesh.pp > 1 and (is_open or not is_fixed)):
         return None
     local = request.local_batch_size(mesh.dp)
     assert local is not None, "the request is checked"

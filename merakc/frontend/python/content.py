@@ -33,6 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from merakc.errors import RecordError
 
@@ -46,6 +48,7 @@ MAX_ARRAY_BYTES = 2**20
 MOST_TYPES = 1024  # of which is known whether they are code
 # Objects in objects that are looked into: deeper ones are a library's own affairs.
 DEPTH = 6
+STEPPING = (Optimizer, LRScheduler)  # which change with every step
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 CONTAINERS = (dict, list, tuple, set, deque)
 _BYTES = (bytearray, array.array)
@@ -89,8 +92,10 @@ def is_torchs(value: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class PlainValues:
-    """The plain values in an object of torch's, such as an optimizer, under these of its names."""
+class Values:
+    """What an object of torch's holds, such as a distribution, under these of its names: plain
+    values, and tensors; of optimizers and schedules plain values alone.
+    """
 
     value: Any
     names: tuple[str, ...]
@@ -98,16 +103,23 @@ class PlainValues:
     def content(self) -> dict[str, Any]:
         """They, now, by the way to each, as `param_groups[0]['lr']`."""
         found: dict[str, Any] = {}
-        _add_plain(found, "", {n: x for n, x in vars(self.value).items() if n in self.names}, 0)
+        kinds = PLAIN if isinstance(self.value, STEPPING) else (*PLAIN, Tensor)
+        inside = {n: x for n, x in vars(self.value).items() if n in self.names}
+        _add_values(found, kinds, "", inside, 0)
         return found
 
 
-def _add_plain(found: dict[str, Any], way: str, value: Any, depth: int) -> None:
-    if isinstance(value, PLAIN):
+def _add_values(
+    found: dict[str, Any], kinds: tuple[type, ...], way: str, value: Any, depth: int
+) -> None:
+    if isinstance(value, kinds):
         found[way] = value
-    elif depth < DEPTH and isinstance(value, (dict, list, tuple)):
+        return
+    if is_torchs(value) and not isinstance(value, STEPPING):
+        value = getattr(value, "__dict__", {})
+    if depth < DEPTH and isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _add_plain(found, f"{way}[{key!r}]" if depth else str(key), item, depth + 1)
+            _add_values(found, kinds, f"{way}[{key!r}]" if depth else str(key), item, depth + 1)
 
 
 def is_data(value: Any) -> bool:
@@ -131,7 +143,7 @@ def content_of(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value)) | _attributes(value)
     if isinstance(value, set):
         return dict.fromkeys(value, True) | _attributes(value)
-    if isinstance(value, (Names, PlainValues)):
+    if isinstance(value, (Names, Values)):
         return value.content()
     if isinstance(value, MappingProxyType):
         return dict(value)
@@ -319,7 +331,7 @@ def put_back(value: Any, content: Mapping[Any, Any]) -> None:
 
 
 # What cannot be put back, or holds what others do.
-_HOLDS_NOTHING_OF_ITS_OWN = (tuple, partial, MethodType, MappingProxyType, np.ndarray, PlainValues)
+_HOLDS_NOTHING_OF_ITS_OWN = (tuple, partial, MethodType, MappingProxyType, np.ndarray, Values)
 
 
 def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:

@@ -28,9 +28,10 @@ from merakc.frontend.python.content import (
     DEPTH,
     MISSING,
     PLAIN,
+    STEPPING,
     Attribute,
     Names,
-    PlainValues,
+    Values,
     content_of,
     is_data,
     is_torchs,
@@ -211,12 +212,13 @@ class PythonState:
                     near = {} if is_installed(value.__name__) else vars(value)
                     self._see_module(value, names, near)
         for value in self._by_name.values():
-            # All its plain values, where a method is named; an optimizer's are no forward's.
-            called = any(hasattr(type(value), n) for n in names)
-            called = called and not isinstance(value, Optimizer)
-            inside = () if isinstance(value, ModuleType) else tuple(vars(value))
-            if inside := tuple(n for n in inside if called or n in names):
-                self._see(PlainValues(value, inside), type(value).__name__, True)
+            if isinstance(value, ModuleType):
+                continue
+            # A schedule's values where code names a method of it; an optimizer's are no forward's.
+            asked = not isinstance(value, Optimizer) and any(hasattr(type(value), n) for n in names)
+            every = asked or not isinstance(value, STEPPING)
+            if inside := tuple(n for n in vars(value) if every or n in names):
+                self._see(Values(value, inside), type(value).__name__, True)
 
     def _see_inside(self, held: Held, depth: int) -> None:
         for key, item in held.content.items():
