@@ -9,7 +9,7 @@ One of several views made by one call (`split`, `unbind`) is remembered as a sli
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, islice, pairwise
 from typing import Any
 
@@ -167,11 +167,30 @@ class Aliases:
                 inverse = tuple(order.index(k) for k in range(len(order)))
                 return emit("aten.permute.default", child.ref, inverse)
             if name in ("slice", "select", "diagonal"):
-                return emit(f"aten.{name}_scatter.default", parent.ref, child.ref, *child.args)
+                op = f"aten.{name}_scatter.default"
+                if spec.dtype.is_complex and name != "diagonal":
+                    return self._scatter_real(op, child, parent)
+                return emit(op, parent.ref, child.ref, *child.args)
         raise RecordError(
             f"in-place write through a view made by {child.op}, which merakc cannot undo; "
             "write to a clone instead"
         )
+
+    def _scatter_real(self, op: str, child: Alias, parent: Alias) -> Ref:
+        """The same of complex numbers, by their parts: torch differentiates no more of them."""
+        spec, dim = parent.spec, (child.args[0] if child.args else 0) % len(parent.spec.shape)
+        real = replace(spec, shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
+        parts = [
+            self.emit("aten.view_as_real.default", (self._resolved(of),), replace(
+                real, shape=(*of.spec.shape, 2)))
+            for of in (parent, child)
+        ]  # fmt: skip
+        found = self.emit(op, (*parts, dim, *child.args[1:]), real)
+        return self.emit("aten.view_as_complex.default", (found,), spec)
+
+    def _resolved(self, of: Alias) -> Ref:
+        """A value of which no number waits to be conjugated."""
+        return self.emit("aten.clone.default", (of.ref,), of.spec)
 
     def review(self, tensor: torch.Tensor, ref: Ref, op: str, args: tuple[Any, ...]) -> None:
         """A tensor that was changed in place into a view, `ref`, of what it showed before."""

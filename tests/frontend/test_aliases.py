@@ -25,6 +25,8 @@ y[..., 1:] = y[..., :-1].clone() * 2
 y[..., 1:] = y[..., :-1] * 2
 y[0] = 0
 y[0] += y[1]
+z = torch.complex(y, y + 1); z[:, -3:] = z[:, :3].conj() * 2; y = z.abs()
+z = torch.complex(y, y); z[1] = z[2].conj(); z[..., -1] *= 1j; y = z.real + 2 * z.imag
 y[:, 1] = y[:, 2]
 y[-1, -2:] = 0
 y[:, ::2].mul_(2)

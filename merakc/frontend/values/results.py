@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from merakc.errors import RecordError
 from merakc.frontend.values.structures import open_dataclasses
 
 # Outputs that are handed on as they are.
@@ -20,8 +19,8 @@ def find_loss(
 ) -> torch.Tensor | None:
     """The loss: what is called so, or the one number that a gradient can be taken of.
 
-    Of a tuple of several such numbers it is the first. None where there is no number. Raises
-    `RecordError` where there are several of other names.
+    Of a tuple of several such numbers it is the first. None where there is no number, or several
+    of other names: then the loss is made of them outside.
     """
     if isinstance(out, Mapping) and "loss" in out:
         return _number(out["loss"])
@@ -33,15 +32,8 @@ def find_loss(
     numbers = {name: x for name, x in numbers.items() if not x.dim()} or numbers
     trained = {name: x for name, x in numbers.items() if is_trained(x)}
     found = list((trained or numbers).values())
-    if len({id(x) for x in found}) < 2 or isinstance(out, (tuple, list)):
-        return found[0] if found else None
-    if not trained:
-        return None
-    listed = ", ".join(name.strip("[]'.") for name in trained)
-    raise RecordError(
-        f"the forward returns several numbers that may be the loss ({listed}); return the one to "
-        "train on, or their sum, as 'loss'"
-    )
+    is_one = len({id(x) for x in found}) < 2 or isinstance(out, (tuple, list))
+    return found[0] if found and is_one else None
 
 
 def _number(x: Any) -> torch.Tensor | None:
