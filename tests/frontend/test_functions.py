@@ -222,9 +222,45 @@ def test_a_tensor_that_is_no_argument_is_refused() -> None:
         def backward(ctx: Any, *grads: Tensor) -> Any:
             return grads[0], None
 
-    model = Small(lambda s, x: Reads.apply(x, s.layer).sum(), layer=linear())
+    model = Small(lambda s, x: Reads.apply(s.layer(x), s.layer).sum(), layer=linear())
     with pytest.raises(RecordError, match=r"test_functions.py:\d+: custom function Reads reads a "
                        "tensor that it is not given, 'layer.weight'.*as an argument"):  # fmt: skip
+        record(model, (randn(6, 6),), {})
+
+
+def test_a_function_without_gradients_is_recorded_call_by_call() -> None:
+    """As autograd takes it: nothing inside has a gradient, what it reads beside it neither."""
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+            return x * module.weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise AssertionError
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        out: Tensor = (s.layer(x) + Reads.apply(x, s.layer)).sum()
+        return out
+
+    assert not check(Small(forward, layer=linear()), randn(6, 6)).graph.functions
+
+
+def test_a_function_that_draws_is_refused() -> None:
+    """Each rank would draw other numbers, and a recomputation as well."""
+
+    class Rounds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return (x + torch.rand_like(x)).floor()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads
+
+    model = Small(lambda s, x: Rounds.apply(s.layer(x)).sum(), layer=linear())
+    with pytest.raises(RecordError, match="Rounds draws random numbers.*give them to apply"):
         record(model, (randn(6, 6),), {})
 
 
