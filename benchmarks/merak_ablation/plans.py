@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 from benchmarks.gpt import Shape
 from benchmarks.merak_ablation.costs import (
@@ -24,6 +24,7 @@ from benchmarks.merak_ablation.costs import (
 )
 from merakc.costs.device import rank_place
 from merakc.costs.fabric import message_seconds
+from merakc.costs.pipeline_links import crossing
 from merakc.costs.stages import even_stages, piece_cost
 from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
@@ -158,11 +159,13 @@ def lay_out(shape: Shape, setting: Setting, layout: Layout) -> Laid | None:
     shards = StateShards(1, 1, dp) if layout.zero else StateShards()
     costs = parted_costs(pieces, stages, blocks, at, shards)
     share = 1 if layout.ours or layout.sequence_parallel else tp
+    rank_of = place(layout.placement, pp, layout.chunks)
+    far = crossing(strategy.mesh, at.fabric.ranks_per_node)
     links = [
-        message_seconds(pieces[stage[-1]].handed_bytes / share, strategy.mesh.pp_stride, at.fabric)
-        for stage in stages[:-1]
+        message_seconds(pieces[stage[-1]].handed_bytes / share, at.fabric, is_local=pair not in far)
+        for stage, pair in zip(stages[:-1], pairwise(rank_of), strict=True)
     ]
-    pipeline = make_pipeline(place(layout.placement, pp, layout.chunks), costs, m, links)
+    pipeline = make_pipeline(rank_of, costs, m, links)
     counts = tuple(sum(bool(pieces[k].path) for k in stage) for stage in stages)
     after_s = _after_s(shape, setting, replace(layout, parts=0, placement="plain", chunks=1))
     return Laid(layout, strategy, pipeline, counts, after_s, setting.capacity_bytes)

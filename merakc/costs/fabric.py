@@ -83,9 +83,8 @@ def axis_group(size: int, stride: int, fabric: Fabric) -> Group:
     return shard_group(size, 1, fabric, stride)
 
 
-def message_seconds(size_bytes: float, apart: int, fabric: Fabric) -> float:
-    """A message to the rank `apart` ranks further on, while every rank of a node sends one."""
-    is_local = apart < fabric.ranks_per_node
+def message_seconds(size_bytes: float, fabric: Fabric, *, is_local: bool) -> float:
+    """A message to a rank of the same node, or of another, while every rank of a node sends one."""
     pair = Group(2, 2 if is_local else 1, fabric.ranks_per_node)
     return _link(pair, fabric).seconds(size_bytes)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from merakc.ir.program import ActionKind, CollectiveKind
+from merakc.ir.program import ActionKind, CollectiveKind, Mesh
 from merakc.machines.cluster import Sharing
 from merakc.machines.links import Link
 
@@ -111,6 +111,7 @@ GraphCollectives = Mapping[tuple[int, ActionKind, bool], tuple[GraphCollective, 
 class CostTable:
     """Stage costs, the link between stages, and where the figures come from.
 
+    Pairs of pipeline ranks of the `mesh` that are `crossing` from node to node are joined by `far`.
     `collective_s` are seconds of a bucket's collectives over dp, which run at the share `overlap`
     of their speed while the rank computes. `collectives` are those of the stages' graphs, whose
     seconds are in the stages' costs.
@@ -130,8 +131,14 @@ class CostTable:
     collectives: GraphCollectives = field(default_factory=dict, hash=False)
     sharing: Sharing | None = None
     ranks: int = 0
+    far: Link | None = None
+    crossing: frozenset[tuple[int, int]] = frozenset()
+    mesh: Mesh | None = None
 
-    @property
-    def link(self) -> Link:
+    def link(self, rank: int, peer: int) -> Link:
         """What joins two ranks of the pipeline."""
+        if self.far is not None and self.mesh is not None:
+            (_, one, _), (_, other, _) = map(self.mesh.coordinates, (rank, peer))
+            if (one, other) in self.crossing:
+                return self.far
         return Link(self.p2p_latency_s, self.p2p_bytes_per_s)

@@ -10,6 +10,7 @@ from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.device import place_on
 from merakc.costs.head import even_layout, planned_head
 from merakc.costs.host import moved_seconds
+from merakc.costs.pipeline_links import pipeline_links
 from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
 from merakc.costs.state import Precision
@@ -89,18 +90,20 @@ def cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...])
     """What the actions of a plan's Programs cost on a cluster, by the costs of its stages."""
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
-    near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
+    links = pipeline_links(mesh, cluster)
     return CostTable(
         tuple(
             replace(cost, reduce_s=tied_seconds(tied_bytes(plan, graph, stage), mesh, cluster))
             for stage, (cost, graph) in enumerate(zip(costs, local, strict=True))
         ),
-        near.link_latency_s,
-        near.link_bytes_per_s,
+        *links.near,
         collective_s=_collective_seconds(lowered, cluster),
         overlap=(cluster.sharing or cluster.described(mesh.world_size)).beside(mesh.world_size),
         sharing=cluster.sharing,
         ranks=mesh.world_size,
+        far=links.far,
+        crossing=links.crossing,
+        mesh=mesh,
     )
 
 

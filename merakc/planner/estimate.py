@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from merakc.costs.device import Place, rank_place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections
+from merakc.costs.pipeline_links import crossing
 from merakc.costs.ranks import rank_devices, reserved_bytes
 from merakc.costs.stages import (
     PieceCost,
@@ -290,11 +292,11 @@ def least_seconds(job: Job) -> float:
 
 def _links(job: Job) -> list[float]:
     """Seconds of a message from each stage to the next."""
-    strategy, fabric = job.strategy, job.links.fabric
-    share, stride = strategy.tp if job.framework.split_messages else 1, strategy.mesh.pp_stride
+    share, fabric = job.strategy.tp if job.framework.split_messages else 1, job.links.fabric
+    far = crossing(job.strategy.mesh, fabric.ranks_per_node)
     return [
-        message_seconds(job.pieces[part[-1]].handed_bytes / share, stride, fabric)
-        for part in job.parts[:-1]
+        message_seconds(job.pieces[part[-1]].handed_bytes / share, fabric, is_local=pair not in far)
+        for part, pair in zip(job.parts[:-1], pairwise(job.rank_of), strict=True)
     ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from merakc.analysis.buckets import WORTH_SHARE
+from merakc.costs.pipeline_links import pipeline_links
 from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import faster
 from merakc.costs.work.keep import keep_bytes
@@ -191,8 +193,9 @@ def _least_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
 
 
 def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) -> Pipeline:
-    sizes = [t.size_bytes for t in lowered.stages.transfers]
-    link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
+    size_bytes = max((t.size_bytes for t in lowered.stages.transfers), default=0)
+    links = pipeline_links(lowered.plan.mesh, cluster)
+    link_s = [links.between(*pair).seconds(size_bytes) for pair in pairwise(lowered.plan.rank_of)]
     head_s = None if lowered.head_stage is None else costs[lowered.head_stage].head_s
     return make_pipeline(lowered.plan.rank_of, costs, lowered.plan.micro_batches, link_s, head_s)
 

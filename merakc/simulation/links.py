@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from merakc.ir.program import Action
 from merakc.machines.links import Link
@@ -26,14 +28,14 @@ class Message:
 
 
 class Links:
-    """The links between all ranks.
+    """The links between all ranks, by `link_of` two of them.
 
     A message takes size / `bytes_per_s` of its link, after the one before, and arrives `latency_s`
     later; one of a rank to itself takes no time.
     """
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, link_of: Callable[[int, int], Link]) -> None:
+        self.link_of = cache(link_of)
         self.free_s: dict[tuple[int, int], float] = {}
         self.under_way: dict[Channel, deque[Message]] = defaultdict(deque)
 
@@ -41,9 +43,9 @@ class Links:
         """Sends a message."""
         arrives_s, pair = now_s, (rank, action.peer)
         if action.peer != rank:
-            start_s = max(now_s, self.free_s.get(pair, 0.0))
-            self.free_s[pair] = start_s + action.size_bytes / self.link.bytes_per_s
-            arrives_s = self.free_s[pair] + self.link.latency_s
+            start_s, link = max(now_s, self.free_s.get(pair, 0.0)), self.link_of(*pair)
+            self.free_s[pair] = start_s + action.size_bytes / link.bytes_per_s
+            arrives_s = self.free_s[pair] + link.latency_s
         message = Message(*pair, action.size_bytes, now_s, arrives_s)
         self.under_way[rank, action.peer, action.is_grad].append(message)
         return message

@@ -83,8 +83,8 @@ def test_a_job_in_a_node_uses_its_links_alone() -> None:
 
 
 def test_messages_of_a_node_share_its_network() -> None:
-    assert message_seconds(1e9, 1, FABRIC) == pytest.approx(1e-6 + 1e9 / 100e9)
-    assert message_seconds(1e9, 8, FABRIC) == pytest.approx(1e-5 + 8e9 / 40e9)
+    assert message_seconds(1e9, FABRIC, is_local=True) == pytest.approx(1e-6 + 1e9 / 100e9)
+    assert message_seconds(1e9, FABRIC, is_local=False) == pytest.approx(1e-5 + 8e9 / 40e9)
 
 
 def test_the_group_of_an_axis() -> None:
@@ -99,7 +99,9 @@ def test_measured_steps_correct_links() -> None:
     assert all_reduce_seconds(1e9, group, after) == pytest.approx(
         2 * all_reduce_seconds(1e9, group, before)
     )
-    assert message_seconds(1e6, 1, after) == pytest.approx(2 * message_seconds(1e6, 1, before))
+    assert message_seconds(1e6, after, is_local=True) == pytest.approx(
+        2 * message_seconds(1e6, before, is_local=True)
+    )
     flat = replace(HARDWARE.flat("float32"), hardware=slow).joining(32)
     assert flat.link_latency_s == 2 * HARDWARE.flat("float32").joining(32).link_latency_s
     assert flat.link_bytes_per_s == HARDWARE.flat("float32").joining(32).link_bytes_per_s / 2

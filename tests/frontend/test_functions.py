@@ -260,7 +260,7 @@ def test_a_function_that_draws_is_refused() -> None:
             return grads
 
     model = Small(lambda s, x: Rounds.apply(s.layer(x)).sum(), layer=linear())
-    with pytest.raises(RecordError, match="Rounds draws random numbers.*give them to apply"):
+    with pytest.raises(RecordError, match=r"Rounds draws random numbers.*give them to apply"):
         record(model, (randn(6, 6),), {})
 
 

@@ -8,7 +8,7 @@ from merakc.simulation.links import Links
 
 
 def test_messages_of_a_pair_share_their_link() -> None:
-    links = Links(Link(0.5, 10.0))
+    links = Links(lambda *_: Link(0.5, 10.0))
     sent = [links.post(0, Action(ActionKind.SEND, 0, j, "x", 1, 20), 0.0) for j in range(2)]
     assert [message.arrives_s for message in sent] == [2.5, 4.5]
     own = links.post(0, Action(ActionKind.SEND, 0, 0, "x", 0, 20), 1.0)
