@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from merakc.costs import state
 from merakc.costs.work.scaled import SAMPLES
@@ -88,11 +89,13 @@ def choose(
     candidates = candidates or compare(request, record, cluster, progress)
     planned: list[Lowered] = []
     improved: list[Lowered] = []
-    with patience.while_looking(lambda: bool(planned)):
+    with patience.while_looking(lambda: bool(planned or candidates.ranked)):
         for lowered in _planned(request, candidates, record, cluster, progress, errors):
             planned.append(lowered)
             if patience.stopped:
                 break
+    if patience.stopped and not planned:  # the best of those that were compared
+        planned += islice(_planned(request, candidates, record, cluster, progress, errors), 1)
     planned.sort(key=lambda one: standing(one, cluster))
     with patience.while_looking(lambda: bool(planned)):
         if not patience.stopped:

@@ -16,6 +16,8 @@ from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, Work
 
 Integers = npt.NDArray[np.int64]
 CHECKPOINT = len(COMPUTES)  # of `StageCost.effects`, a forward that keeps a checkpoint alone
+# More than any machine has: of a value that is larger no more is known, and sums stay numbers.
+MOST_BYTES = 1 << 50
 
 
 # Compared as what it is: arrays are not equal or unequal.
@@ -53,7 +55,8 @@ class KnownOrders:
 
     def peak_bytes(self, costs: Sequence[StageCost]) -> tuple[int, ...]:
         """The most bytes that each rank holds, as `merakc.schedules.timing.peak_bytes` has them."""
-        tables = np.array([[own[1:] for own in cost.effects] for cost in costs], dtype=np.int64)
+        sizes = [[[min(n, MOST_BYTES) for n in own[1:]] for own in c.effects] for c in costs]
+        tables = np.array(sizes, dtype=np.int64)
         recomputed, found = self._among(self.again), []
         for rank, (kinds, units) in enumerate(zip(self.kinds, self.units, strict=True)):
             own_stages = (c for c, r in zip(costs, self.rank_of, strict=True) if r == rank)

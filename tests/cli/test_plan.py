@@ -49,6 +49,24 @@ def test_a_search_that_is_stopped_gives_the_best_so_far(
     assert load_plan(file).prediction is not None
 
 
+def test_a_search_that_is_stopped_before_it_has_planned_plans_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = choose.plan_layout, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    file = tmp_path / "plan.json"
+    monkeypatch.setattr(choose, "plan_layout", interrupted)
+    assert "the search was stopped: others may be faster" in run(*ASKED, "-o", str(file))
+    assert load_plan(file).prediction is not None
+    assert len(calls) == 2
+
+
 def test_a_limit_ends_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def endless(*_: Any) -> Any:
         while True:

@@ -12,6 +12,7 @@ import torch
 
 # What images are cropped to where a configuration does not say, as for ImageNet.
 IMAGE_SIDE = 224
+COLOURS = 3
 SOUND_S, SOUND_HZ = 10, 16_000
 CHOICES = 4
 IGNORED = -100  # the label that losses of torch and transformers leave out
@@ -52,7 +53,7 @@ def _class(config: Any) -> Entry:
 def _image(config: Any) -> Entry:
     """Pictures as a configuration, or that of its part for images, has them."""
     own = getattr(config, "vision_config", config)
-    return Entry((own.num_channels, *_sides(own)))
+    return Entry((getattr(own, "num_channels", COLOURS), *_sides(own)))
 
 
 def _sides(config: Any) -> tuple[int, int]:

@@ -72,6 +72,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "max_target_positions")
 OPEN_LENGTH = 512
 # What models of several kinds of input take beside texts.
 BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
+MOST_OF_A_REASON = 400  # letters
 HINT = "give MODULE:FUNCTION, a function that returns a model and a batch (and its batch_dims)"
 
 
@@ -169,10 +170,10 @@ def _from_file(path: Path, sequence: int | None, trusted: bool) -> Source:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
         check_config(config)
     except Exception as error:  # of its many checks
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        why = " ".join(str(error).split())[:MOST_OF_A_REASON] or type(error).__name__
         if "trust_remote_code" in str(error):
-            first = f"it has code of its own; {TRUST}"
-        raise ConfigError(f"{path}: no config of transformers': {first}; mend it") from error
+            why = f"it has code of its own; {TRUST}"
+        raise ConfigError(f"{path}: no config of transformers': {why}; mend it") from error
     return source_of(str(path), config, sequence)
 
 
@@ -210,10 +211,12 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
         check_model(model)
         check_buffers(partial(kind, config))
         length = _own_length(config) if sequence is None else sequence
-        batch, bounds = batches_for(task, config, length)
+        batch, bounds = _batches(name, kind, task, config, length)
         check_sample(batch)
         if unknown := batch(1).keys() - signature(kind.forward).parameters:
             raise ValueError(f"its forward takes no {', '.join(sorted(unknown))}")
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{name}: {kind.__name__} cannot be made of this config: "
@@ -222,6 +225,17 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
     _check_length(name, config, length)
     ignored = ignored_label(task, config)
     return Source(name, model.train(), batch, config, length, bounds, ignored=ignored)
+
+
+def _batches(name: str, kind: Any, task: Any, config: Any, length: int) -> Any:
+    """The batches of a kind of model, as merakc makes them."""
+    try:
+        return batches_for(task, config, length)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{name}: the batch that merakc makes for {kind.__name__} goes by what this config "
+            f"does not say ({error}); {HINT}"
+        ) from error
 
 
 def _trained_as(name: str, config: Any, transformers: Any) -> tuple[Any, Any]:
