@@ -4,6 +4,8 @@ Where queries share heads of keys and values in groups, the heads of all three a
 or the queries of each group are. Where neither has as many parts as there are ranks, the key and
 value heads are looked up per query head, so that the queries' heads can be split by themselves:
 every rank makes all key and value heads and picks its own, as Megatron-LM does by copying weights.
+
+A mask for each head that comes with the batch is copied, so that a rank can take its heads of it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import atoms
-from merakc.passes.sharding.propagate import propagate
+from merakc.passes.sharding.propagate import COPY, propagate
 
 ATTENTION = "merakc.attention.default"
 HEADS_DIM = 1
@@ -25,6 +27,7 @@ def separate_heads(graph: Graph, tp: int) -> Graph:
     """The same function, with attentions whose query heads alone can be split over `tp` ranks."""
     if tp == 1 or not any(n.op == ATTENTION for n in graph.nodes):
         return graph
+    graph = _with_own_masks(graph)
     dims = propagate(graph)
     specs = graph.specs()
     inputs, constants = list(graph.inputs), dict(graph.constants)
@@ -44,6 +47,22 @@ def separate_heads(graph: Graph, tp: int) -> Graph:
         else:
             nodes.append(node)
     return replace(graph, inputs=tuple(inputs), nodes=tuple(nodes), constants=constants)
+
+
+def _with_own_masks(graph: Graph) -> Graph:
+    """The graph with copies of masks of the batch's that have several heads."""
+    specs, nodes = graph.specs(), list[Node]()
+    batch = {Ref(i.name) for i in graph.inputs if i.kind is InputKind.BATCH}
+    for node in graph.nodes:
+        mask = node.args[3] if node.op == ATTENTION else None
+        if mask in batch and specs[mask].shape[HEADS_DIM] > 1:
+            name = f"{node.name}.mask"
+            nodes.append(
+                replace(node, name=name, op=COPY, args=(mask,), kwargs=(), outputs=(specs[mask],))
+            )
+            node = node.reading((*node.args[:3], Ref(name), *node.args[4:]), node.kwargs)
+        nodes.append(node)
+    return graph.with_nodes(nodes)
 
 
 def _needs_copies(dims: Dims, node: Node, tp: int) -> bool:

@@ -70,3 +70,28 @@ def test_a_model_with_more_ranks_than_key_heads() -> None:
     sharding = shard(graph, 4)
     assert not [name for name in sharding.splits(graph) if "k_proj" in name]
     compare(case, *run_sharded(case, (graph,), sharding))
+
+
+class Masked(Grouped):
+    """The same, with a mask of the batch's for each head."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        q, k, v = (
+            project(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        return {"loss": self.out(y.transpose(1, 2).flatten(2)).square().sum()}
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(4, 2), (6, 4)])
+def test_a_rank_takes_its_heads_of_a_mask(heads: int, tp: int) -> None:
+    """As where what a batch says of padding is computed before the step, with a bias for each."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(2, 5, 12).double(), "mask": torch.randn(2, heads, 5, 5).double()}
+    case = run_eager(Masked(heads, heads, copied=False).double(), batch)
+    graph = separate_heads(training_graph(case.recording.graph), tp)
+    sharding = shard(graph, tp)
+    assert {"q.weight", "k.weight", "v.weight"} <= sharding.splits(graph).keys()
+    assert not [n for n in graph.nodes if n.op == "aten.index.Tensor"]
+    compare(case, *run_sharded(case, (graph,), sharding))
