@@ -224,7 +224,7 @@ def _opened(request: Request) -> dict[str, Request]:
 
 
 def _more_devices(free: Request, least: Any) -> Iterator[str]:
-    """How many devices of the kind would do, by doubling."""
+    """How many devices of the kind would do, by doubling, as far as there is time to look."""
     free = replace(free, dp=None, tp=None, pp=None)
     end_s = time.monotonic() + LOOKING_S
     ranks = free.world_size
@@ -235,6 +235,9 @@ def _more_devices(free: Request, least: Any) -> Iterator[str]:
         except MerakError:
             other = None
         if other is not None and other.fits:
-            yield f"{ranks} such devices would do, with everything left open: {other}"
+            how = "with everything left open"
+            how += ", offload='auto' among it" if other.strategy.offload != NONE else ""
+            yield f"{ranks} such devices would do, {how}: {other}"
             return
-    yield f"{ranks} such devices would not do; give larger ones"
+    more = "more were not looked at" if ranks < MOST_TIMES * free.world_size else "nor would more"
+    yield f"{ranks} such devices would not do ({more}); give larger ones"
