@@ -53,6 +53,9 @@ def named(code: CodeType, ops: Container[int]) -> list[str]:
 
 @cache
 def is_installed(module: str) -> bool:
-    """Whether a module is a library's, or Python's own."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module in sys.builtin_module_names or str(file).startswith(INSTALLED)
+    """Whether a module is a library's, Python's own, or ours."""
+    file, ours = (
+        getattr(sys.modules.get(module), "__file__", None),
+        f"{module}.".startswith("merakc."),
+    )
+    return ours or module in sys.builtin_module_names or str(file).startswith(INSTALLED)
