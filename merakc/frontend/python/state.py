@@ -34,7 +34,6 @@ from merakc.frontend.python.content import (
     Values,
     content_of,
     is_data,
-    is_torchs,
     put_back,
     same,
 )
@@ -49,6 +48,7 @@ STEPS = (
     "merakc.train.steps",
     "merakc.train.data.lent",
 )  # what a model that is trained holds of ours
+_LOOKED_INTO = ("torch.optim", "torch.distributions")  # whose objects forwards read numbers of
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES = frozenset(("torch", "builtins", "merakc", "typing", "abc", "enum", "collections"))
@@ -191,7 +191,7 @@ class PythonState:
                 self._see_class(cls)
         content = content_of(value)
         if content is None:
-            if isinstance(value, ModuleType) or (is_torchs(value) and hasattr(value, "__dict__")):
+            if isinstance(value, ModuleType) or type(value).__module__.startswith(_LOOKED_INTO):
                 self._by_name.setdefault(id(value), value)
             return
         if not is_installed(type(value).__module__):
@@ -211,7 +211,7 @@ class PythonState:
                 if isinstance(value, ModuleType):
                     near = {} if is_installed(value.__name__) else vars(value)
                     self._see_module(value, names, near)
-        for value in self._by_name.values():
+        for value in [*self._by_name.values()]:
             if isinstance(value, ModuleType):
                 continue
             # A schedule's values where code names a method of it; an optimizer's are no forward's.
@@ -309,7 +309,9 @@ class PythonState:
                 if isinstance(inner, ModuleType):  # again, for these names
                     self._see_module(inner, names, space)
             if not ASKING.isdisjoint(names):  # by a name that is made
-                every = tuple(n for n in inside if not n.startswith("__") and is_data(inside[n]))
+                every = tuple(
+                    n for n, x in [*inside.items()] if not n.startswith("__") and is_data(x)
+                )
                 self._see(Names(inside, every), module.__name__, True)
                 for name in every:
                     self._looked_up(inside, name)
