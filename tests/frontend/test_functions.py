@@ -212,16 +212,17 @@ def test_a_function_bound_by_a_module() -> None:
     check(Holds(), randn(4, 6))
 
 
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        return x * module.weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
 def test_a_tensor_that_is_no_argument_is_refused() -> None:
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-            return x * module.weight
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            return grads[0], None
-
     model = Small(lambda s, x: Reads.apply(s.layer(x), s.layer).sum(), layer=linear())
     with pytest.raises(RecordError, match=r"test_functions.py:\d+: custom function Reads reads a "
                        "tensor that it is not given, 'layer.weight'.*as an argument"):  # fmt: skip
@@ -230,15 +231,6 @@ def test_a_tensor_that_is_no_argument_is_refused() -> None:
 
 def test_a_function_without_gradients_is_recorded_call_by_call() -> None:
     """As autograd takes it: nothing inside has a gradient, what it reads beside it neither."""
-
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-            return x * module.weight
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            raise AssertionError
 
     def forward(s: Any, x: Tensor) -> Tensor:
         out: Tensor = (s.layer(x) + Reads.apply(x, s.layer)).sum()

@@ -326,12 +326,12 @@ def put_back(value: Any, content: Mapping[Any, Any]) -> None:
         _name_again(value, content)
     elif isinstance(value, np.ndarray) and isinstance(content[""], bytes):
         value[...] = np.frombuffer(content[""], value.dtype).reshape(value.shape)
-    elif not isinstance(value, _HOLDS_NOTHING_OF_ITS_OWN) and "" not in content:
+    elif not isinstance(value, _NOT_PUT_BACK) and "" not in content:
         _set_attributes(value, content)
 
 
 # What cannot be put back, or holds what others do.
-_HOLDS_NOTHING_OF_ITS_OWN = (tuple, partial, MethodType, MappingProxyType, np.ndarray, Values)
+_NOT_PUT_BACK = (tuple, partial, MethodType, MappingProxyType, np.ndarray, Values)
 
 
 def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:

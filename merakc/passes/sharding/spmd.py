@@ -142,8 +142,8 @@ class SpmdPartitioner:
         if split is not None:
             return self.gathered(ref, split)
         ref_now = self.now.get(ref, ref)
-        is_summed = ref not in self.grads or ref in self.whole.sums
-        if self.whole.layouts[ref].is_split or is_summed:
+        is_left = ref not in self.grads or ref in self.whole.sums
+        if self.whole.layouts[ref].is_split or is_left:
             return ref_now
         if ref not in self.entered:
             name, spec = _named(ref, "copy_to"), self.specs[ref]
