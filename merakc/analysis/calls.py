@@ -157,6 +157,8 @@ class _Walk:
         self.program, self.wiring = program, wiring
         self.mesh = wiring.mesh
         self.place = self.mesh.coordinates(program.rank)
+        self.sharing = self.mesh.sharing(program.rank)  # its state
+        self.state_rank = self.mesh.state_rank(program.rank)
         self.specs = {b.name: b for b in wiring.buckets.get(self.place[1], ())}
         self.received: dict[int, Call] = {}
         self.sent: list[Call] = []
@@ -266,11 +268,10 @@ class _Walk:
         self, action: Action, one: Collective, roles: Iterable[Role], lane: Lane
     ) -> Iterator[Call]:
         """The calls of one collective over dp, in their order, of groups with several ranks."""
-        shards, sharing = self.specs[one.bucket].shards, self.mesh.sharing(self.program.rank)
-        place = self.mesh.state_rank(self.program.rank)
+        shards = self.specs[one.bucket].shards
         for role in roles:
-            same = _alike(shards, role, place, self.mesh.state_ranks)
-            ranks = tuple(sorted(sharing[p] for p in same))
+            same = _alike(shards, role, self.state_rank, len(self.sharing))
+            ranks = tuple(sorted(self.sharing[p] for p in same))
             if len(ranks) > 1:
                 of = Communicator(COLLECTIVES, ranks)
                 yield Call(of, ranks, f"{one.kind} {one.bucket} ({role})", str(action), lane)
