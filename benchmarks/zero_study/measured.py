@@ -135,8 +135,8 @@ def measure(sizes: Sequence[Size], rounds: int) -> Iterator[list[Row]]:
             yield run_ranks(ranks, measure_stages, size, rounds, timeout_s=TIMEOUT_S)[0]
 
 
-def measure_stages(size: Size, rounds: int) -> list[Row]:
-    """All stages of one model on the ranks that are there; collective."""
+def measure_stages(size: Size, rounds: int, stages: Sequence[str] = STAGES) -> list[Row]:
+    """Several stages of one model on the ranks that are there; collective."""
     case, ranks = case_of(size), dist.get_world_size()
     whole = case.batch(SAMPLES * MICRO_BATCHES * ranks)
     batch = split_batch(whole, ranks)[dist.get_rank()]
@@ -148,9 +148,9 @@ def measure_stages(size: Size, rounds: int) -> list[Row]:
             ),
             torch.float32,
         )
-        for stage in STAGES
+        for stage in stages
     ]  # fmt: skip
-    trained = [Trained(case, batch, stage) for stage in STAGES]
+    trained = [Trained(case, batch, stage) for stage in stages]
     for one in trained:
         one.step()  # afterwards the optimizer has its state
     machine = measure_machine(trained[0])
@@ -162,7 +162,7 @@ def measure_stages(size: Size, rounds: int) -> list[Row]:
     layers = model_layers(case, split_batch(batch, MICRO_BATCHES)[0], machine)
     elements = sum(layer.parameters for layer in layers)
     rows = []
-    for stage, own_s, peak, own in zip(STAGES, steps_s, peaks, held, strict=True):
+    for stage, own_s, peak, own in zip(stages, steps_s, peaks, held, strict=True):
         (shards,) = parse_shards(stage, ranks, 1)
         group = DpGroup(ranks, machine.fabric, overlap=machine.overlap)
         cost = state_cost(

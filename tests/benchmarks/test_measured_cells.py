@@ -87,7 +87,7 @@ def test_cells_take_turns() -> None:
         ("m", ("tp 2",)),
         ("c", ("dp 2", "dp 2, uncoupled")),
     ]
-    plans = "pp 2, zb-h1", "tp 2"
+    plans = ("pp 2, zb-h1",)
     found = measure("gpt2", plans, 2, preset("cpu"))
     assert tuple(cell.plan for cell in found) == plans
     for cell in found:

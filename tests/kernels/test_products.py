@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -87,6 +89,17 @@ def _plain(whole: Tensor, rank: int, turned: bool) -> tuple[list[Tensor], list[T
 READ = [(1, 2, 3), (2,), (0, 1, 3), (0,)]
 
 
+def _all_gathered() -> dict[Any, tuple[list[Tensor], ...]]:
+    every = product(CASES, (False, True), READ)
+    return {(case, turned, read): _gathered(case, turned, read) for case, turned, read in every}
+
+
+@cache
+def _ran(on_ranks: Callable[[], dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """What two ranks give for all cases, run once."""
+    return run_ranks(2, on_ranks)
+
+
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +110,8 @@ def test_gather_and_products_equal_those_of_the_whole(
     whole = torch.cat(parts, len(case[1]))
     plain = [_plain(whole, rank, turned) for rank in (0, 1)]
     losses = torch.stack([_loss(rank, outs, read) for rank, (outs, _) in enumerate(plain)])
-    for rank, (outs, grads) in enumerate(run_ranks(2, _gathered, case, turned, read)):
+    for rank, every in enumerate(_ran(_all_gathered)):
+        outs, grads = every[case, turned, read]
         own, weights = plain[rank]
         _assert_close(outs, own)
         wanted = torch.autograd.grad(
@@ -130,6 +144,11 @@ def _scattered(case: Case, turned: bool) -> list[Tensor]:
     return [out.detach(), *grads, alone]
 
 
+def _all_scattered() -> dict[Any, list[Tensor]]:
+    every = product(CASES, (False, True))
+    return {(case, turned): _scattered(case, turned) for case, turned in every}
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_products_that_are_scattered_equal_their_sum(case: Case, turned: bool) -> None:
@@ -139,7 +158,8 @@ def test_products_that_are_scattered_equal_their_sum(case: Case, turned: bool) -
     total = torch.stack([x @ (w.t() if turned else w) for x, w in pairs]).sum(0)
     parts = total.split_with_sizes(case[0], len(case[1]))
     loss = torch.stack([_loss(rank, [part], (0,)) for rank, part in enumerate(parts)]).sum()
-    for rank, found in enumerate(run_ranks(2, _scattered, case, turned)):
+    for rank, every in enumerate(_ran(_all_scattered)):
+        found = every[case, turned]
         of_x, of_w = torch.autograd.grad(loss, [inputs[rank], weights[rank]], retain_graph=True)
         _assert_close(found, [parts[rank], of_x, of_w, of_w])
 

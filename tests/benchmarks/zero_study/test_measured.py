@@ -71,11 +71,12 @@ def test_links_are_measured_alike_on_all_ranks() -> None:
 
 
 def test_stages_of_a_tiny_model() -> None:
-    found = run_ranks(2, measure_stages, TINY, 2, timeout_s=280.0)[0]
-    assert [row.stage for row in found] == list(STAGES)
+    stages = STAGES[0], STAGES[3]
+    found = run_ranks(2, measure_stages, TINY, 2, stages, timeout_s=280.0)[0]
+    assert tuple(row.stage for row in found) == stages
     for row in found:
         assert len(row.steps_s) == 2
         assert row.held_bytes == pytest.approx(row.predicted_bytes, rel=0.01)
         assert row.predicted_s > MACHINE.fabric.local_latency_s
         assert row.peak_bytes > row.held_bytes - row.held.gradients_bytes
-    assert [row.held.gathered_bytes > 0 for row in found] == [False, False, False, True]
+    assert [row.held.gathered_bytes > 0 for row in found] == [False, True]

@@ -35,12 +35,9 @@ from tests.battery.small_models import (
 
 MIB = 2**20
 LAYOUTS: list[dict[str, Any]] = [
-    {"pp": 2, "micro_batches": 4, "schedule": "1f1b", "recompute": "full"},
-    {"pp": 2, "micro_batches": 4, "schedule": "zb-h1"},
-    {"tp": 2, "micro_batches": 2},
+    {"pp": 2, "micro_batches": 4, "schedule": "zb-h1", "recompute": "full"},
     {"tp": 2, "overlap": 2, "sequence_parallel": True},
-    {"dp": 2, "state_shards": "zero-3", "micro_batches": 2},
-    {"dp": 2, "compile": True},
+    {"dp": 2, "compile": True, "micro_batches": 2},
 ]
 
 
