@@ -17,6 +17,7 @@ from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
 from merakc.frontend.python.content import tensors_in
 from merakc.frontend.python.plain_tensors import call_reason, layout_reason
+from merakc.frontend.python.views import View, Views
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import Reader
@@ -42,6 +43,7 @@ class GraphBuilder:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.aliases = Aliases(lambda op, args, spec: self._add(op, args, {}, (spec,)))
         self.states: list[tuple[Slot, Alias]] = []
+        self.views = Views()  # of parameters and buffers, that Python holds
         self.modules: list[str] = []
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
@@ -196,6 +198,10 @@ class GraphBuilder:
             return self.aliases.ref(alias)
         if isinstance(tensor, FakeTensor):
             self._read_leftover(tensor)
+        elif (view := self.views.of(tensor)) is not None:
+            shown = self._viewed(view, tensor)
+            self.aliases.share(tensor, self._alias(shown))
+            return self._ref(shown)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise self._error(
                 f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter "
@@ -207,6 +213,23 @@ class GraphBuilder:
         self.constants[ref.node] = tensor
         self.aliases.add(tensor, ref, Storage(outside=True))
         return ref
+
+    def _viewed(self, view: View, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of a parameter or buffer, as it is in this recording."""
+        (base,) = [slot.fake for slot, _ in self.states if slot.name == view.of]
+        if view.itself:
+            return base
+        if tensor.dtype != base.dtype:
+            raise self._error(
+                f"a tensor is read that lies in the memory of '{view.of}' as {tensor.dtype}",
+                "make it of that in the forward",
+            )
+        if base.requires_grad:
+            whole, base, detached = base, base.detach(), "aten.detach.default"
+            ref = self._emit(detached, (self._ref(whole),), {}, (base,))
+            self.aliases.add_view(base, ref, self._alias(whole), detached, ())
+        first = int(base.storage_offset()) + view.first
+        return self._strided(base, tensor.shape, tensor.stride(), first)
 
     def _read_leftover(self, tensor: torch.Tensor) -> None:
         """A tensor that no call of this forward made."""
@@ -242,6 +265,9 @@ class GraphBuilder:
         for reason, remedy in (layout_reason(tensor), call_reason(arguments)):
             if reason:
                 raise self._untraceable(f"a tensor of shape {tuple(tensor.shape)} {reason}", remedy)
+
+    def _strided(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        raise NotImplementedError
 
     def _untraceable(self, what: str, remedy: str) -> RecordError:
         raise NotImplementedError

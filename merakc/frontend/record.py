@@ -229,6 +229,8 @@ def _record(
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
         real = {slot.name: slot.real for slot in slots}
         check_identities(real, state.held())
+        first.views = second.views = how.compared.views
+        first.views.find(slots, (tensor for _, tensor in state.tensors()))
         outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()
         trained = {name for name, tensor in real.items() if tensor.requires_grad}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from merakc.frontend.python.content import content_hash
+from merakc.frontend.python.views import Views
 from merakc.frontend.python.watch import WatchedState
 from merakc.ir.graph import Graph, InputKind, Node, TensorSpec
 
@@ -54,6 +55,7 @@ class Compared:
     known: list[_Forward] = field(default_factory=list)
     growing: list[_Growing] = field(default_factory=list)
     state: WatchedState | None = None  # of the model, when one was recorded last
+    views: Views = field(default_factory=Views)
 
     def state_of(self, model: nn.Module) -> WatchedState:
         """What the model's Python holds now."""

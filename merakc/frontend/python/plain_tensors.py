@@ -128,15 +128,9 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str
     """Pairs of different tensors that have memory in common."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in {id(t): (n, t) for n, t in tensors.items()}.values():
-        if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
-            continue
-        if not tensor.numel():
-            continue
-        size = tensor.element_size()
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        first = int(tensor.storage_offset()) * size
-        span = first, first + (int(reach) + 1) * size, name
-        spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+        if has_memory(tensor):
+            span = *_span(tensor), name
+            spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
     for own in spans.values():
         own.sort()
         for k, (_, end, one) in enumerate(own):
@@ -144,6 +138,26 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str
                 if start >= end:
                     break
                 yield one, other
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie somewhere, and one can tell where."""
+    told = not tensor.is_meta and not isinstance(tensor, FakeTensor)
+    return told and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one memory may have elements in common."""
+    (first, end), (start, last) = _span(one), _span(other)
+    return start < end and first < last
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes that a tensor lies between, in its memory."""
+    size = tensor.element_size()
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * size
+    return first, first + (int(reach) + 1) * size
 
 
 def check_batch(tensors: Mapping[str, torch.Tensor], *, with_values: bool = False) -> None:

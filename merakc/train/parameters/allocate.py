@@ -95,8 +95,10 @@ def copied(steps: Steps, memo: dict[int, Any]) -> Steps:
                 own.copy_(other)
         for name, tensor in state.items():
             tensor.copy_(steps.state[name])
+    source = copy.deepcopy(steps.source, memo)
+    compared = Compared(views=steps.compared.views.copied(memo))
     return replace(
-        steps, source=copy.deepcopy(steps.source, memo), state=state, sharded=sharded,
+        steps, source=source, state=state, sharded=sharded,
         loss_scale=copy.deepcopy(steps.loss_scale), stale=set(steps.stale), compiled={},
-        reads=BatchReads(), whole={}, compared=Compared(), roots=set(), readings={},
+        reads=BatchReads(), whole={}, compared=compared, roots=set(), readings={},
     )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Views of parameters and buffers that a model's Python holds by themselves: a distribution over a
+buffer, a row of a frozen weight.
+
+In the model that trains, parameters and buffers lie in other memory than such a view. A recording
+makes the view anew of the tensor that it is of, which has all that is written to that; what is
+written to the view itself would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from merakc.errors import RecordError
+from merakc.frontend.python.plain_tensors import has_memory, overlap
+
+
+class Registered(Protocol):
+    """A parameter or buffer of the model, by its name."""
+
+    @property
+    def name(self) -> str:
+        """Its first name in the model."""
+
+    @property
+    def real(self) -> Tensor:
+        """The tensor, which is on the meta device where the model that trains has its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor from an offset on in the one `of` that name, or that one itself; `version` counts
+    writes to it.
+    """
+
+    of: str
+    first: int
+    version: int
+    itself: bool
+
+
+class Views:
+    """The views that are known of a model, from when they still were in one memory with it."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[Tensor, View] = WeakTensorKeyDictionary()
+        self._registered: dict[int, list[Registered]] = {}
+
+    def find(self, registered: Sequence[Registered], held: Iterable[Tensor]) -> None:
+        """Notes which of the tensors that are `held` are views of what is registered."""
+        self._registered = {}
+        for one in registered:
+            if has_memory(one.real):
+                memory = one.real.untyped_storage()._cdata
+                self._registered.setdefault(memory, []).append(one)
+        for tensor in held:
+            self._note(tensor)
+
+    def of(self, tensor: Tensor) -> View | None:
+        """What a tensor is a view of. Raises `RecordError` where it was written to by itself."""
+        self._note(tensor)
+        view = self._known.get(tensor)
+        if view is not None and view.version != tensor._version:
+            raise RecordError(
+                f"a tensor was written to that is a view of '{view.of}', which has memory of its "
+                f"own in the model that trains: write to '{view.of}' of that model"
+            )
+        return view
+
+    def copied(self, memo: dict[int, Any]) -> Views:
+        """Those of a deep copy of the model, of which this is the memo."""
+        other = copy(self)
+        pairs = [(memo[id(x)], view) for x, view in self._known.items() if id(x) in memo]
+        own = {x: replace(view, version=x._version) for x, view in pairs}
+        other._known = WeakTensorKeyDictionary(own)
+        return other
+
+    def _note(self, tensor: Tensor) -> None:
+        if not self._registered or not has_memory(tensor):
+            return
+        for one in self._registered.get(tensor.untyped_storage()._cdata, ()):
+            if overlap(one.real, tensor):
+                first = int(tensor.storage_offset() - one.real.storage_offset())
+                itself = one.real is tensor
+                self._known[tensor] = View(one.name, first, tensor._version, itself)
