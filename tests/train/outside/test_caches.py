@@ -24,7 +24,7 @@ from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.outside.caches import ROOM, cache_in
 from tests.battery.small_models import build, warm_up
 
-NEW, PADDED = 8, 2
+NEW, PADDED = 4, 2
 Tensors = dict[str, torch.Tensor]
 
 
@@ -103,18 +103,14 @@ def test_a_cache_that_grows_takes_a_step_for_each_token() -> None:
         same(generated(parallel(make), prompts(), **how), plain)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}])
-def test_on_ranks(layout: dict[str, int]) -> None:
-    for make in (llama, gpt2):
-        plain = generated(build(make).eval(), prompts())
-        for ours in run_ranks(2, lambda: generated(parallel(make, **layout), prompts())):  # noqa: B023
-            same(ours, plain)
-
-
-def test_tokens_of_two_axes_are_the_same() -> None:
-    plain = generated(build(llama).eval(), prompts(1))
-    ranks = run_ranks(4, lambda: generated(parallel(llama, tp=2, pp=2), prompts(1)))
-    for ours in ranks:
+@pytest.mark.parametrize(
+    ("make", "layout", "samples"),
+    [(llama, {"tp": 2, "pp": 2}, 1), (gpt2, {"tp": 2}, 2), (gpt2, {"dp": 2}, 2)],
+)
+def test_on_ranks(make: Any, layout: dict[str, int], samples: int) -> None:
+    ranks = 2 * len(layout)
+    plain = generated(build(make).eval(), prompts(samples))
+    for ours in run_ranks(ranks, lambda: generated(parallel(make, **layout), prompts(samples))):
         same(ours, plain)
 
 
