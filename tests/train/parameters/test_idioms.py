@@ -307,9 +307,7 @@ def idioms(layout: dict[str, Any]) -> dict[str, float | str]:
     return found
 
 
-LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-1"}, {"dp": 2, "state_shards": "zero-3"},
-]  # fmt: skip
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-3"}]
 # What to do instead.
 REMEDY = re.compile(
     r"[;:,.] (?:Norms|averages|combine|call|give|make|use|copy|change|leave|compute|a part|"

@@ -13,7 +13,7 @@ import merakc
 from merakc.equality.ranks import run_ranks
 from merakc.errors import ConfigError
 from merakc.machines.cluster import NOMINAL_CPU
-from tests.train.parameters.test_idioms import Net
+from tests.train.parameters.test_idioms import LAYOUTS, Net
 
 
 class Unset(nn.Linear):
@@ -68,7 +68,7 @@ def on_ranks(layout: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float, st
     return model.full_state_dict(), drawn, str(model.rank)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-3"}])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_reset_parameters(layout: dict[str, Any]) -> None:
     plain = Normed()
     torch.manual_seed(5)
