@@ -44,9 +44,10 @@ def trained(
     optimizer: torch.optim.Optimizer | None = None,
     penalty: Callable[[], Any] = lambda: 0.0,
     update: Callable[[nn.Parameter], object] | None = None,
+    steps: int = 1,
 ) -> float:
-    """The loss after two steps, of an optimizer or by hand."""
-    for _ in range(2):
+    """The loss after a step or more, of an optimizer or by hand."""
+    for _ in range(steps):
         (loss_of(model) + penalty()).backward()
         if optimizer is not None:
             optimizer.step()
@@ -88,7 +89,7 @@ def averaged(model: Any) -> float:
         p.sub_(0.1 * p.grad)
         averages[k].lerp_(p.detach(), 0.1)
 
-    trained(model, update=add)
+    trained(model, update=add, steps=2)
     for p, average in zip(model.parameters(), averages, strict=True):
         p.data = average
     return loss_of(model).item()
@@ -177,7 +178,7 @@ def state_of_optimizer(model: Any) -> float:
         found.extend(s["exp_avg"].norm().item() + float(s["exp_avg_sq"].max()) for s in states)
 
     optimizer.register_step_post_hook(look)
-    return trained(model, optimizer) + sum(found)
+    return trained(model, optimizer, steps=2) + sum(found)
 
 
 def matrices(model: Any) -> list[nn.Parameter]:
@@ -198,7 +199,7 @@ RIGHT: dict[str, Callable[[Any], float]] = {
         m, sgd(m), lambda: 0.1 * sum(p.norm() for p in m.parameters())),
     "by hand": lambda m: trained(m, update=lambda p: p.sub_(0.1 * p.grad)),
     "LARS by hand": lambda m: trained(
-        m, update=lambda p: p.sub_(0.1 * p.norm() * p.grad / p.grad.norm())),  # type: ignore[union-attr]
+        m, update=lambda p: p.sub_(0.1 * p.norm() * p.grad / p.grad.norm()), steps=2),  # type: ignore[union-attr]
     "rates by width": lambda m: trained(
         m, adamw([([p], {"lr": 0.1 / p.shape[-1]}) for p in m.parameters()])),
     "decay by type": by_type,
