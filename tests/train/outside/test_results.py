@@ -15,7 +15,6 @@ from tests.train.outside.small import Bare, cross_entropy
 STEPS = 2
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"dp": 2, "micro_batches": 2, "state_shards": "zero-1"}),
-    (2, {"dp": 1, "tp": 2}),
     (2, {"dp": 1, "pp": 2, "micro_batches": 2}),
 ]
 
