@@ -15,7 +15,7 @@ from merakc.errors import MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.sharding.layouts import Sharding
 
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"cp": 2}]
+LAYOUTS = [{"pp": 2}, {"cp": 2}]
 DP = {"dp": 2}
 LENGTH, LONGER = 6, 8
 BY_RANK = {"on": False}
