@@ -23,7 +23,7 @@ from merakc.train.expectations.bookkeeping import COUNTED_STEP, _Optimizers, mod
 from merakc.train.model import ParallelModel
 from tests.battery.small_models import Words, parallel, part, warm_up, words
 
-STEPS = 5
+STEPS = 3
 TP, PP = {"tp": 2, "pp": 1}, {"pp": 2, "tp": 1}
 
 
