@@ -138,8 +138,7 @@ def test_the_mode_and_shapes_of_a_call_are_what_ranks_compare() -> None:
         assert words in text
 
 
-def _of_different_sizes() -> None:
-    model = made(DP2)
+def _of_different_sizes(model: ParallelModel) -> None:
     for samples in (8, 6, 8, 4):
         model(**batch(samples + 2 * model.rank))["loss"].backward()
     found = job()
@@ -256,27 +255,22 @@ def _compare_in_states(model: nn.Module, plain: nn.Module, given: dict[str, torc
 
 
 class AsksOfWeights(Small):
-    """Goes by whether a parameter is trained."""
+    """Goes by whether a parameter is trained; its loss is a tensor of one element."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         found = super().forward(x, labels)
-        found["loss"] = found["loss"] * (2 if self.up.weight.requires_grad else 1)
+        found["loss"] = found["loss"][None] * (2 if self.up.weight.requires_grad else 1)
         return found
 
 
-def _freezes(model: ParallelModel, plan: dict[str, int]) -> None:
-    given = batch()
-    model.up.requires_grad_(False)
-    train(model)  # of a forward that does not ask
-    model.up.requires_grad_(True)
-    model = merakc.auto_parallel(AsksOfWeights(), given, cluster=NOMINAL_CPU, **plan)
-    train(model)
-    model.up.requires_grad_(False)
+def _freezes(model: ParallelModel) -> None:
+    given = batch(4)
     for frozen in (model, model.eval()):
+        model.up.requires_grad_(False)
         with pytest.raises(ConfigError, match=r"'up\.weight' requires no .*asks at .*\.py:\d+"):
             frozen(**given)
     model.up.requires_grad_(True)
-    train(model.train())
+    model.train()(**given)["loss"].backward(torch.ones(1))
 
 
 def _evaluates_first(model: ParallelModel) -> None:
@@ -288,18 +282,8 @@ def _evaluates_first(model: ParallelModel) -> None:
     assert all(p.grad is not None for p in model.parameters() if p.numel())
 
 
-class LossOfOne(Small):
-    """Its loss is a tensor of one element."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = super().forward(x, labels)
-        return found | {"loss": found["loss"][None]}
-
-
-def _of_one(plan: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    given, plain = batch(4), LossOfOne()
-    model = merakc.auto_parallel(deepcopy(plain), given, cluster=NOMINAL_CPU, **plan)
+def _of_one(model: ParallelModel, plain: nn.Module) -> None:
+    given = batch(4)
     for one in (model, plain):
         loss = one(**given)["loss"]
         assert loss.shape == (1,)
@@ -309,19 +293,27 @@ def _of_one(plan: dict[str, int]) -> None:
         assert found is not None
         torch.testing.assert_close(found.norm() * 1, parameter.grad.norm())  # type: ignore[union-attr]
     assert model.eval()(**given)["loss"].shape == (1,)
+    model.train()
+    model.zero_grad()
 
 
 def on_two(layout: str) -> None:
     """What all ranks call alike, or may call with sizes of their own."""
-    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
-    if layout == DP2:
-        _of_different_sizes()
     model = made(layout)
+    if layout == DP2:
+        _of_different_sizes(model)
+        model.zero_grad()
     _evaluates_first(model)
     model.zero_grad()
     _wants_gradient(model)
-    _freezes(model, plan)
-    _of_one(plan)
+    model.up.requires_grad_(False)
+    train(model)  # of a forward that does not ask
+    torch.manual_seed(0)
+    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
+    plain = AsksOfWeights()
+    model = merakc.auto_parallel(deepcopy(plain), batch(4), cluster=NOMINAL_CPU, **plan)
+    _of_one(model, plain)
+    _freezes(model)
 
 
 @pytest.mark.parametrize("layout", [TP2, DP2])
