@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import merakc
-from benchmarks.ranks import RankError, run_ranks
-from merakc.errors import ConfigError, ForwardError, MerakWarning
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError, ForwardError, MerakError, MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import WIDTH, assert_close, build, gradients, warm_up
 
@@ -141,16 +141,33 @@ def test_one_rank(act: Act) -> None:
     assert ours[-1][1][1].get("n") == wanted[-1][1][1].get("n")
 
 
+SOME = [centred, through_views, replaced]
+
+
+def on_two(options: dict[str, Any], first: int) -> tuple[list[list[Any]], str]:
+    """What some acts give on these ranks, and what is said of a check that fails."""
+    found, said = [parallel(act, STEPS, options, first) for act in SOME], ""
+    if "dp" in options:
+        with pytest.raises(MerakError) as failed:
+            parallel(checked, STEPS, {"dp": 2, "micro_batches": 2})
+        said = str(failed.value)
+    return found, said
+
+
 @pytest.mark.parametrize("options", [{"pp": 2, "micro_batches": 2}, {"dp": 2, "micro_batches": 1}])
 def test_two_ranks(options: dict[str, Any]) -> None:
-    """Uneven batches where there are two; what crosses samples crosses ranks too."""
+    """Uneven batches where there are two; what crosses samples crosses ranks too, and checks hold
+    of the batch of all.
+    """
     first = 3 if "dp" in options else 0
-    for act in (centred, through_views, replaced):
-        found = run_ranks(2, parallel, act, STEPS, options, first)
+    ranks = run_ranks(2, on_two, options, first)
+    for k, act in enumerate(SOME):
         wanted = plain(act)
-        for rank, ours in enumerate(found):
+        for rank, (found, _) in enumerate(ranks):
             rows = slice(0, None) if not first else (slice(0, first), slice(first, None))[rank]
-            same(ours, wanted, rows)
+            same(found[k], wanted, rows)
+    told = ["this check of the forward's fails for the batch" in said for _, said in ranks]
+    assert any(told) == ("dp" in options)
 
 
 def test_checks_hold_in_every_step() -> None:
@@ -160,8 +177,6 @@ def test_checks_hold_in_every_step() -> None:
     same(parallel(checked, 2, {"micro_batches": 4}), plain(checked, 2), slice(None))
     with pytest.raises(ForwardError, match=r"test_besides.py:\d+: this check of the forward's"):
         parallel(checked, STEPS, {"micro_batches": 4})
-    with pytest.raises(RankError, match="this check of the forward's fails for the batch"):
-        run_ranks(2, parallel, checked, STEPS, {"dp": 2, "micro_batches": 2})
 
 
 def test_what_a_forward_leaves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from merakc.errors import ConfigError, MismatchError, RecordError, StuckError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import job
+from merakc.train import calls
 from merakc.train.calls import model_call
 from merakc.train.model import ParallelModel
 
@@ -85,46 +87,63 @@ def told(layout: str, odd: Call) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("odd", "words"),
+    ("layout", "odd", "words"),
     [
-        (lambda m: m(**batch(6)), "x float32[6, 16], labels int64[6]"),
-        (lambda m: m(batch()["x"]), "0 float32[8, 16]"),
-        (evaluate, "model(...) in eval mode"),
-        (without_gradients, "model(...) in training mode without gradients"),
-        (frozen_head, "but for modules"),
-        (with_an_attribute, "and with scale changed"),
-        (lambda m: m.predict(**batch()), "model.predict(...)"),
+        (TP2, lambda m: m(**batch(6)), "x float32[6, 16], labels int64[6]"),
+        (TP2, lambda m: m.predict(**batch()), "model.predict(...)"),
+        (DP2, evaluate, "model(...) in eval mode"),
+        (DP2, save, "merakc.save"),
     ],
 )
-def test_another_shape_mode_or_call_on_one_of_two_tp_ranks(odd: Call, words: str) -> None:
-    for text in told(TP2, odd):
+def test_another_call_on_one_of_two_ranks(layout: str, odd: Call, words: str) -> None:
+    for text in told(layout, odd):
         assert "rank 1 is in" in text
         assert words in text
 
 
-@pytest.mark.parametrize(
-    ("odd", "words"),
-    [
-        (evaluate, "model(...) in eval mode"),
-        (lambda m: m.full_state_dict(), "model.full_state_dict"),
-        (save, "merakc.save"),
-    ],
-)
-def test_another_mode_or_call_on_one_of_two_dp_ranks(odd: Call, words: str) -> None:
-    for text in told(DP2, odd):
-        assert f"rank 1 is in {words}" in text
+# What ranks are told of a call.
+WORDS: list[tuple[Call, str]] = [
+    (train, "model(...) in training mode, with x float32[8, 16], labels int64[8]"),
+    (lambda m: m(**batch(6)), "x float32[6, 16], labels int64[6]"),
+    (lambda m: m(batch()["x"]), "0 float32[8, 16]"),
+    (without_gradients, "model(...) in training mode without gradients"),
+    (lambda m: m.predict(**batch()), "model.predict(...)"),
+    (frozen_head, "but for modules"),
+    (evaluate, "model(...) in eval mode"),
+    (with_an_attribute, "and with scale changed"),
+]
 
 
-def test_dp_ranks_may_have_batches_of_different_sizes() -> None:
-    def run() -> int:
-        model = made(DP2)
-        for samples in (8, 6, 8, 4):
-            model(**batch(samples + 2 * model.rank))["loss"].backward()
-        found = job()
-        assert found is not None
-        return found.here.call
+def compared() -> list[str]:
+    """What two ranks compare of each of these calls, which both make."""
+    model, seen = made(TP2), list[str]()
+    real = calls.call
 
-    assert run_ranks(2, run) == [5, 5]
+    def noted(name: str, facts: dict[str, str], **options: bool) -> AbstractContextManager[None]:
+        seen.append(facts[ALL])
+        return real(name, facts, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(calls, "call", noted)
+        for act, _ in WORDS:
+            act(model.train())  # type: ignore[arg-type]
+    return seen
+
+
+def test_the_mode_and_shapes_of_a_call_are_what_ranks_compare() -> None:
+    first, second = run_ranks(2, compared)
+    assert first == second
+    assert len(set(first)) == len(WORDS)
+    for text, (_, words) in zip(first, WORDS, strict=True):
+        assert words in text
+
+
+def _of_different_sizes(model: ParallelModel) -> None:
+    for samples in (8, 6, 8, 4):
+        model(**batch(samples + 2 * model.rank))["loss"].backward()
+    found = job()
+    assert found is not None
+    assert found.here.call == 5
 
 
 def test_the_ranks_of_a_replica_have_their_batch_in_common() -> None:
@@ -181,13 +200,8 @@ def test_a_save_beside_training_ends_when_a_rank_leaves(tmp_path: Path) -> None:
     assert run_ranks(2, run)[0].startswith("rank 1 has ended")
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2])
-def test_a_batch_that_wants_a_gradient_later(layout: str) -> None:
-    run_ranks(2, _wants_gradient, layout)
-
-
-def _wants_gradient(layout: str) -> None:
-    model, given = made(layout), batch()
+def _wants_gradient(model: ParallelModel) -> None:
+    given = batch()
     train(model)
     given["x"].requires_grad_()
     with pytest.raises(RecordError, match="tensor 'x' of the batch requires a gradient"):
@@ -241,41 +255,26 @@ def _compare_in_states(model: nn.Module, plain: nn.Module, given: dict[str, torc
 
 
 class AsksOfWeights(Small):
-    """Goes by whether a parameter is trained."""
+    """Goes by whether a parameter is trained; its loss is a tensor of one element."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         found = super().forward(x, labels)
-        found["loss"] = found["loss"] * (2 if self.up.weight.requires_grad else 1)
+        found["loss"] = found["loss"][None] * (2 if self.up.weight.requires_grad else 1)
         return found
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2])
-def test_a_forward_that_asks_whether_parameters_are_trained(layout: str) -> None:
-    run_ranks(2, _freezes, layout)
-
-
-def _freezes(layout: str) -> None:
-    model, given = made(layout), batch()
-    model.up.requires_grad_(False)
-    train(model)  # of a forward that does not ask
-    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
-    model = merakc.auto_parallel(AsksOfWeights(), given, cluster=NOMINAL_CPU, **plan)
-    train(model)
-    model.up.requires_grad_(False)
+def _freezes(model: ParallelModel) -> None:
+    given = batch(4)
     for frozen in (model, model.eval()):
+        model.up.requires_grad_(False)
         with pytest.raises(ConfigError, match=r"'up\.weight' requires no .*asks at .*\.py:\d+"):
             frozen(**given)
     model.up.requires_grad_(True)
-    train(model.train())
+    model.train()(**given)["loss"].backward(torch.ones(1))
 
 
-@pytest.mark.parametrize("layout", [TP2, DP2])
-def test_shapes_that_are_evaluated_before_they_are_trained(layout: str) -> None:
-    run_ranks(2, _evaluates_first, layout)
-
-
-def _evaluates_first(layout: str) -> None:
-    model, given = made(layout), batch(4)
+def _evaluates_first(model: ParallelModel) -> None:
+    given = batch(4)
     evaluated = model.eval()(**given)["loss"]  # gradients are on
     trained = model.train()(**given)["loss"]
     trained.backward()
@@ -283,24 +282,8 @@ def _evaluates_first(layout: str) -> None:
     assert all(p.grad is not None for p in model.parameters() if p.numel())
 
 
-class LossOfOne(Small):
-    """Its loss is a tensor of one element."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = super().forward(x, labels)
-        return found | {"loss": found["loss"][None]}
-
-
-@pytest.mark.parametrize("layout", [TP2, DP2])
-def test_a_loss_has_the_shape_that_the_forward_gives_it(layout: str) -> None:
-    run_ranks(2, _of_one, layout)
-
-
-def _of_one(layout: str) -> None:
-    torch.manual_seed(0)
-    given, plain = batch(4), LossOfOne()
-    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
-    model = merakc.auto_parallel(deepcopy(plain), given, cluster=NOMINAL_CPU, **plan)
+def _of_one(model: ParallelModel, plain: nn.Module) -> None:
+    given = batch(4)
     for one in (model, plain):
         loss = one(**given)["loss"]
         assert loss.shape == (1,)
@@ -310,3 +293,32 @@ def _of_one(layout: str) -> None:
         assert found is not None
         torch.testing.assert_close(found.norm() * 1, parameter.grad.norm())  # type: ignore[union-attr]
     assert model.eval()(**given)["loss"].shape == (1,)
+    model.train()
+    model.zero_grad()
+
+
+def on_two(layout: str) -> None:
+    """What all ranks call alike, or may call with sizes of their own."""
+    model = made(layout)
+    if layout == DP2:
+        _of_different_sizes(model)
+        model.zero_grad()
+    _evaluates_first(model)
+    model.zero_grad()
+    _wants_gradient(model)
+    model.up.requires_grad_(False)
+    train(model)  # of a forward that does not ask
+    torch.manual_seed(0)
+    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
+    plain = AsksOfWeights()
+    model = merakc.auto_parallel(deepcopy(plain), batch(4), cluster=NOMINAL_CPU, **plan)
+    _of_one(model, plain)
+    _freezes(model)
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2])
+def test_calls_that_change_from_one_to_the_next(layout: str) -> None:
+    """Of the sizes of batches, of whether a batch or a parameter requires a gradient, of modes; and
+    the shape of the loss is the forward's.
+    """
+    run_ranks(2, on_two, layout)

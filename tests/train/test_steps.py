@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,9 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import merakc
-from benchmarks.models import MODELS
-from benchmarks.ranks import RankError, run_ranks
-from benchmarks.reference import lifted_casts
+from benchmarks.ranks import run_ranks
 from merakc.errors import PlanError
 from merakc.frontend import record
 from merakc.machines.cluster import NOMINAL_CPU
@@ -23,6 +22,7 @@ from tests.battery.small_models import (
     Words,
     assert_close,
     build,
+    first_part,
     gradients,
     parallel,
     part,
@@ -89,32 +89,36 @@ def train(kind: str, options: dict[str, Any]) -> tuple[list[float], Tensors, Ten
     return losses, model.full_gradients(), model.full_state_dict()
 
 
-@pytest.mark.parametrize("kind", ["words", "moving"])
-@pytest.mark.parametrize("changed", [{"recompute": "stage"}, {"schedule": "gpipe"}], ids=str)
-def test_schedules_and_recomputation_change_no_bit(kind: str, changed: dict[str, Any]) -> None:
-    usual = run_ranks(2, train, kind, {"pp": 2, "recompute": "none", "schedule": "1f1b"})
-    other = run_ranks(2, train, kind, {"pp": 2, **changed})
-    assert usual[0][0] == other[0][0] == other[1][0]
-    assert usual[0][0][0] != usual[0][0][1]  # dropout drew anew, or the buffer moved
-    for before, after in zip(usual[0][1:], other[0][1:], strict=True):
-        assert before.keys() == after.keys()
-        for name, value in before.items():
-            assert torch.equal(value, after[name]), name
-
-
 OWN_ORDER = """
 0F0 0F1 3F0 3B0 0F2 3F1 3I1 3W1 0F3 0R0 0B0 3F2 3B2 0B1 3F3 3I3 3W3 0I2 0B3 0W2
 1F0 2F0 1F1 2F1 2I0 1I0 2R1 2B1 1F2 2F2 1F3 2F3 1W0 2W0 1B1 2B2 1B2 2B3 1B3
 """
+USUAL: dict[str, Any] = {"recompute": "none", "schedule": "1f1b"}
+CHANGED: list[dict[str, Any]] = [{"recompute": "stage"}, {"schedule": "gpipe"}]
+OWN: list[dict[str, Any]] = [
+    {"schedule": OWN_ORDER, "recompute": recompute} for recompute in ("auto", "stage")
+]
 
 
-def test_an_order_of_the_users_own_trains_alike() -> None:
-    usual = run_ranks(2, train, "words", {"pp": 2, "recompute": "none", "schedule": "1f1b"})
-    for recompute in ("auto", "stage"):
-        options = {"pp": 2, "schedule": OWN_ORDER, "recompute": recompute}
-        own = run_ranks(2, train, "words", options)
-        assert own[0][0] == pytest.approx(usual[0][0], rel=1e-12)
-        for before, after in zip(usual[0][1:], own[0][1:], strict=True):
+def each_way(kind: str, ways: list[dict[str, Any]]) -> list[tuple[list[float], Tensors, Tensors]]:
+    return [train(kind, {"pp": 2, **options}) for options in ways]
+
+
+@pytest.mark.parametrize("kind", ["words", "moving"])
+def test_schedules_and_recomputation_change_no_bit(kind: str) -> None:
+    """And an order of the user's own, which adds up in another one, nothing but that."""
+    own = OWN if kind == "words" else []
+    (usual, *first), (_, *second) = run_ranks(2, each_way, kind, [USUAL, *CHANGED, *own])
+    assert usual[0][0] != usual[0][1]  # dropout drew anew, or the buffer moved
+    for options, one, other in zip(CHANGED, first, second, strict=False):
+        assert usual[0] == one[0] == other[0], options
+        for before, after in zip(usual[1:], one[1:], strict=True):
+            assert before.keys() == after.keys()
+            for name, value in before.items():
+                assert torch.equal(value, after[name]), (options, name)
+    for found in first[len(CHANGED) :]:
+        assert found[0] == pytest.approx(usual[0], rel=1e-12)
+        for before, after in zip(usual[1:], found[1:], strict=True):
             assert_close(after, before)
 
 
@@ -126,38 +130,6 @@ def test_a_buffer_that_is_written_and_read() -> None:
         model(ramp()).backward()
         assert_close(model.full_gradients(), gradients(plain))
         assert_close(model.full_state_dict(), plain.state_dict())
-
-
-def dropped(name: str, options: dict[str, Any]) -> list[float]:
-    with lifted_casts():
-        if name == "words":
-            batch = words(0)
-            model = parallel(lambda: Words(dropout=0.2), batch, micro_batches=4, **options)
-        else:
-            case = MODELS[name]
-            batch = case.batch(4)
-            source = case.model(torch.float64, dropout=0.2)
-            model = merakc.auto_parallel(
-                source, batch, micro_batches=4, cluster=NOMINAL_CPU, **options
-            )
-        losses = []
-        for _ in range(2):
-            loss = model(**batch)["loss"]
-            loss.backward()
-            losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("gpt2", {"tp": 2}), ("words", {"tp": 2}), ("words", {"pp": 2}), ("words", {"pp": 4})],
-    ids=str,
-)
-def test_dropout_draws_the_same_masks_in_every_layout(name: str, layout: dict[str, int]) -> None:
-    alone = dropped(name, {})
-    assert alone[0] != alone[1]
-    for rank in run_ranks(4 if layout == {"pp": 4} else 2, dropped, name, layout):
-        assert rank == pytest.approx(alone, rel=1e-12)
 
 
 def test_seeds_give_other_masks() -> None:
@@ -230,23 +202,6 @@ class Weighted(Words):
         return {"loss": loss + 0.1 * logits.square().mean()}
 
 
-def weigh(layout: dict[str, int]) -> tuple[float, Tensors]:
-    model = parallel(Weighted, words(0), micro_batches=2, **layout)
-    loss = model(**part(words(0), model))["loss"]
-    loss.backward()
-    return loss.item(), model.full_gradients()
-
-
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_losses_are_weighted_over_the_whole_batch(layout: dict[str, int]) -> None:
-    ranks = run_ranks(2, weigh, layout)
-    plain = build(Weighted)
-    loss = plain(**words(0))["loss"]
-    loss.backward()
-    assert [r[0] for r in ranks] == pytest.approx([loss.item()] * 2, rel=1e-12)
-    assert_close(ranks[0][1], gradients(plain))
-
-
 class Pruned(nn.Module):
     """Counts, beside the samples that it keeps, hidden units that a buffer keeps and tp splits."""
 
@@ -265,24 +220,6 @@ class Pruned(nn.Module):
 def pruned_batch() -> Tensors:
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return {"x": x, "mask": (torch.arange(8) % 3 > 0).to(torch.float64)}
-
-
-def count_units() -> tuple[float, Tensors, bool]:
-    model = parallel(Pruned, pruned_batch(), micro_batches=2, tp=2)
-    loss = model(**pruned_batch())
-    loss.backward()
-    own = model._steps.state["kept"].numel()
-    return loss.item(), model.full_gradients(), own < 4 * WIDTH
-
-
-def test_a_count_over_a_buffer_that_tp_has_split_is_of_all_of_it() -> None:
-    plain = build(Pruned)
-    loss = plain(**pruned_batch())
-    loss.backward()
-    ranks = run_ranks(2, count_units)
-    assert [own for own, _, _ in ranks] == pytest.approx([loss.item()] * 2, rel=1e-12)
-    assert all(is_split for _, _, is_split in ranks)
-    assert_close(ranks[0][1], gradients(plain))
 
 
 class Doubled(torch.autograd.Function):
@@ -315,17 +252,112 @@ class Custom(nn.Module):
         return x.square().mean()
 
 
-def custom(layout: dict[str, int]) -> Tensors:
-    model = parallel(Custom, {"x": ramp()}, **layout)
-    model(**part({"x": ramp()}, model)).backward()
-    return model.full_gradients()
+class HalfTied(Words):
+    """Its head reads the embedding, and does not train it."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Tensors:
+        """The loss alone."""
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.norm(x) @ self.embedding.weight.detach().T
+        assert labels is not None
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_custom_functions_keep_their_own_backward(layout: dict[str, int]) -> None:
-    plain = build(Custom)
-    plain(ramp()).backward()
-    assert_close(run_ranks(2, custom, layout)[0], gradients(plain))
+class OnlyTraining(Words):
+    """Reads one parameter in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.extra = nn.Linear(WORDS, 1)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Tensors:
+        """With an auxiliary loss in training mode."""
+        out = super().forward(ids, labels)
+        if self.training:
+            out["loss"] = out["loss"] + self.extra(out["logits"]).square().mean()
+        return out
+
+
+def given_ramp() -> Tensors:
+    return {"x": ramp()}
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensors], int]] = {
+    "weighted over the whole batch": (Weighted, lambda: words(0), 2),
+    "counted over a split buffer": (Pruned, pruned_batch, 2),
+    "with a backward of their own": (Custom, given_ramp, 1),
+    "of a tied parameter that one stage does not train": (HalfTied, lambda: words(0), 1),
+}
+Losses = dict[str, tuple[float, Tensors]]
+
+
+def loss_of(found: Any) -> torch.Tensor:
+    return found if isinstance(found, torch.Tensor) else found["loss"]  # type: ignore[no-any-return]
+
+
+def of_kinds(layout: dict[str, Any], kinds: list[str]) -> Losses:
+    """The losses and gradients of models, of which those on two ranks fit their layout."""
+    found: Losses = {}
+    for kind in kinds:
+        make, batch, micro_batches = KINDS[kind]
+        model = parallel(make, batch(), micro_batches=micro_batches, **layout)
+        loss = loss_of(model(**part(batch(), model)))
+        loss.backward()
+        found[kind] = loss.item(), model.full_gradients()
+        if make is Pruned:
+            assert model._steps.state["kept"].numel() < 4 * WIDTH
+        if make is HalfTied:  # on both stages
+            found["tied"] = 0.0, {"weight": model.get_parameter("embedding.weight").grad}
+    if "tp" in layout:
+        with pytest.raises(PlanError, match=r"reads parameter 'extra\.weight' as 1 x 16\*"):
+            planned_in_eval_mode(layout)
+    if "pp" in layout:
+        found["read in training alone"] = planned_in_eval_mode(layout)
+    return found
+
+
+def planned_in_eval_mode(layout: dict[str, Any]) -> tuple[float, Tensors]:
+    """Of a model that reads more in the other mode than was planned."""
+    example = first_part(words(0), layout.get("dp", 1))
+    model = merakc.auto_parallel(build(OnlyTraining).eval(), example, cluster=NOMINAL_CPU, **layout)
+    model.train()
+    loss = model(**part(words(0), model))["loss"]
+    loss.backward()
+    return loss.item(), model.full_gradients()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    [
+        ({"dp": 2}, [*KINDS][:1]),
+        ({"tp": 2}, [*KINDS][:3]),
+        ({"pp": 2, "schedule": "1f1b"}, [*KINDS][2:]),
+    ],
+    ids=["dp", "tp", "pp"],
+)
+def test_losses_and_gradients(layout: dict[str, Any], kinds: list[str]) -> None:
+    first, second = run_ranks(2, of_kinds, layout, kinds)
+    if "tied" in first:
+        assert torch.equal(first.pop("tied")[1]["weight"], second.pop("tied")[1]["weight"])
+    for kind, (loss, full) in first.items():
+        make, batch, _ = KINDS.get(kind, (OnlyTraining, lambda: words(0), 1))
+        plain = build(make)
+        wanted = loss_of(plain(**batch()))
+        wanted.backward()
+        for of_rank in (loss, second[kind][0]):
+            assert of_rank == pytest.approx(wanted.item(), rel=1e-12), kind
+        assert_close(full, gradients(plain))
+
+
+def test_a_mode_that_reads_more_than_was_planned() -> None:
+    loss, full = planned_in_eval_mode({})
+    plain = build(OnlyTraining)
+    wanted = plain(**words(0))["loss"]
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), rel=1e-12)
+    assert_close(full, gradients(plain))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -376,34 +408,6 @@ def test_parts_that_are_kept_out_of_autocast() -> None:
     torch.testing.assert_close(own, grad, rtol=1e-5, atol=1e-7)
 
 
-class HalfTied(Words):
-    """Its head reads the embedding, and does not train it."""
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Tensors:
-        """The loss alone."""
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        logits = self.norm(x) @ self.embedding.weight.detach().T
-        assert labels is not None
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
-def half_tied() -> tuple[Tensors, Tensors]:
-    model = parallel(HalfTied, words(0), pp=2, schedule="1f1b")
-    model(**words(0))["loss"].backward()
-    gradient = model.get_parameter("embedding.weight").grad
-    return model.full_gradients(), {"embedding.weight": gradient}
-
-
-def test_a_tied_parameter_that_one_stage_does_not_train() -> None:
-    (full, first), (_, last) = run_ranks(2, half_tied)
-    plain = build(HalfTied)
-    plain(**words(0))["loss"].backward()
-    assert_close(full, gradients(plain))
-    assert torch.equal(first["embedding.weight"], last["embedding.weight"])
-
-
 def two_models() -> list[float]:
     def make() -> nn.Module:
         return Words(blocks=1)
@@ -416,47 +420,6 @@ def test_two_models_with_different_tensor_parallel_groups() -> None:
     plain = build(lambda: Words(blocks=1))(**words(0))["loss"].item()
     for losses in run_ranks(4, two_models):
         assert losses == pytest.approx([plain] * 3, rel=1e-12)
-
-
-class OnlyTraining(Words):
-    """Reads one parameter in training mode only."""
-
-    def __init__(self) -> None:
-        super().__init__(blocks=1)
-        self.extra = nn.Linear(WORDS, 1)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Tensors:
-        """With an auxiliary loss in training mode."""
-        out = super().forward(ids, labels)
-        if self.training:
-            out["loss"] = out["loss"] + self.extra(out["logits"]).square().mean()
-        return out
-
-
-def train_after_planning_in_eval_mode(layout: dict[str, int]) -> tuple[float, Tensors]:
-    example = {name: value.chunk(layout.get("dp", 1))[0] for name, value in words(0).items()}
-    model = merakc.auto_parallel(build(OnlyTraining).eval(), example, cluster=NOMINAL_CPU, **layout)
-    model.train()
-    loss = model(**part(words(0), model))["loss"]
-    loss.backward()
-    return loss.item(), model.full_gradients()
-
-
-@pytest.mark.parametrize("layout", [{}, {"dp": 2}, {"pp": 2}], ids=str)
-def test_a_mode_that_reads_more_than_was_planned(layout: dict[str, int]) -> None:
-    ranks = run_ranks(2 if layout else 1, train_after_planning_in_eval_mode, layout)
-    plain = build(OnlyTraining)
-    loss = plain(**words(0))["loss"]
-    loss.backward()
-    assert ranks[0][0] == pytest.approx(loss.item(), rel=1e-12)
-    assert_close(ranks[0][1], gradients(plain))
-
-
-def test_a_mode_that_splits_what_is_held_whole() -> None:
-    with pytest.raises(RankError) as failed:
-        run_ranks(2, train_after_planning_in_eval_mode, {"tp": 2})
-    assert isinstance(failed.value.__cause__, PlanError)
-    assert "reads parameter 'extra.weight' as 1 x 16*" in str(failed.value.__cause__)
 
 
 def test_the_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from tests.train.checkpoints.small_runs import saved, trained
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm_up()
     folder = tmp_path_factory.mktemp("runs") / "step-2"
-    run_ranks(4, partial(saved, folder, 2, {"seen": 17}, tp=2, pp=2))
+    run_ranks(2, partial(saved, folder, 2, {"seen": 17}, tp=2))
     return folder
 
 

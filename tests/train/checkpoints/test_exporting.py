@@ -31,9 +31,19 @@ def llama() -> Any:
         return transformers.LlamaForCausalLM(CONFIG)
 
 
-def exported(folder: Path, options: dict[str, Any], layout: dict[str, Any]) -> None:
+def exported(folder: Path, options: dict[str, Any], layout: dict[str, Any]) -> str:
+    """Exports, and tells what a user's own `save_pretrained` of parts says."""
     model = merakc.auto_parallel(llama(), BATCH, cluster=NOMINAL_CPU, **layout)
-    merakc.export(folder, model, **options)
+    merakc.export(folder / "out", model, **options)
+    if "pp" not in layout:
+        return ""
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    whole = model.full_state_dict()
+    if model.rank == 0:
+        model.save_pretrained(folder / "own", state_dict=whole)
+    with pytest.raises(ConfigError) as told:
+        model.save_pretrained(folder / "parts")
+    return str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +59,8 @@ def test_from_pretrained_reads_it(
     layout: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     warm_up()
-    run_ranks(4 if "pp" in layout else 2, partial(exported, tmp_path / "out", options, layout))
+    for text in run_ranks(4 if "pp" in layout else 2, partial(exported, tmp_path, options, layout)):
+        assert ("merakc.export(folder, model)" in text) == ("pp" in layout)
     read: Any = transformers.LlamaForCausalLM.from_pretrained
     model, told = read(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(told[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -63,26 +74,10 @@ def test_from_pretrained_reads_it(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert merakc.load(tmp_path / "out", model).step == 0
-
-
-def saved(folder: Path) -> str:
-    model = merakc.auto_parallel(llama(), BATCH, tp=2, pp=2, cluster=NOMINAL_CPU)
-    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
-    whole = model.full_state_dict()
-    if model.rank == 0:
-        model.save_pretrained(folder, state_dict=whole)
-    with pytest.raises(ConfigError) as told:
-        model.save_pretrained(folder / "parts")
-    return str(told.value)
-
-
-def test_a_users_save_pretrained_takes_whole_weights(tmp_path: Path) -> None:
-    warm_up()
-    for text in run_ranks(4, partial(saved, tmp_path)):
-        assert "merakc.export(folder, model)" in text
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    for name, wanted in llama().state_dict().items():
-        assert torch.equal(model.state_dict()[name], wanted), name
+    if "pp" in layout:  # a user's own has been given whole weights
+        own = read(tmp_path / "own").state_dict()
+        for name, value in wanted.items():
+            assert torch.equal(own[name], value), name
 
 
 def test_a_plain_model_is_exported_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import merakc
-from benchmarks.ranks import RankError, run_ranks
-from merakc.errors import CheckpointError, MismatchError
+from benchmarks.ranks import run_ranks
+from merakc.errors import CheckpointError, MerakError, MismatchError
 from tests.battery.small_models import Words, build, warm_up
 from tests.train.checkpoints.small_runs import saved, trained
 
@@ -24,7 +25,7 @@ from tests.train.checkpoints.small_runs import saved, trained
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm_up()
     folder = tmp_path_factory.mktemp("runs") / "step-2"
-    run_ranks(4, partial(saved, folder, 2, {"seen": 17}, tp=2, dp=2, state_shards="zero-1"))
+    run_ranks(2, partial(saved, folder, 2, {"seen": 17}, dp=2, state_shards="zero-1"))
     return folder
 
 
@@ -97,55 +98,66 @@ class Loader:
         random.setstate(state["state"])
 
 
-def with_loader(path: Path, *, load: bool) -> tuple[int, Any]:
-    model, optimizer = trained(1, tp=2)
+def with_loader(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Objects load their own state, of their rank."""
     rank = dist.get_rank()
-    loader = Loader(0 if load else 10 + rank)
     average = AveragedModel(model)
     for extra in ({"ema": [*map(torch.Tensor.detach, model.parameters())]}, {"average": average}):
         with pytest.raises(CheckpointError, match=r"extra.*another plan has other parts"):
             merakc.save(path, model, optimizer, extra=extra)
-    if load:
-        random.seed(99)
-        loaded = merakc.load(path, model, optimizer, extra={"loader": loader})
-        return loader.at, (random.random(), loaded.extra["tensor"])
     random.seed(rank)
-    merakc.save(
-        path, model, optimizer,
-        extra={"loader": loader, "tensor": torch.full((2,), float(rank))},
-    )  # fmt: skip
-    return loader.at, (random.random(), torch.full((2,), float(rank)))
+    tensor = torch.full((2,), float(rank))
+    merakc.save(path, model, optimizer, extra={"loader": Loader(10 + rank), "tensor": tensor})
+    wanted, loader = random.random(), Loader(0)
+    random.seed(99)
+    loaded = merakc.load(path, model, optimizer, extra={"loader": loader})
+    assert (loader.at, random.random()) == (10 + rank, wanted)
+    assert torch.equal(loaded.extra["tensor"], tensor)
 
 
-def test_objects_load_their_own_state_of_their_rank(tmp_path: Path) -> None:
-    before = run_ranks(2, partial(with_loader, tmp_path / "c", load=False))
-    found = run_ranks(2, partial(with_loader, tmp_path / "c", load=True))
-    assert [at for at, _ in found] == [10, 11]
-    for (_, (number, tensor)), (_, (wanted, other)) in zip(found, before, strict=True):
-        assert number == wanted
-        assert torch.equal(tensor, other)
+class Failing(Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank():
+            raise ValueError("no such file")
 
 
-def differing(path: Path) -> None:
+def resume_elsewhere(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointError, match="rank 1 sees no folder"):
+        merakc.load(folder.parent if rank == 0 else folder / "lost", model, optimizer)
+    with pytest.raises(MismatchError, match=r"rank 1 has .* for 0 optimizers and 0 schedulers"):
+        merakc.load(folder, model, None if rank else optimizer)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises((MerakError, ValueError)) as caught:
+        act()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def unlike(folder: Path, own: Path) -> dict[str, str]:
+    """What a rank is told where the other saves or loads something else."""
     model, optimizer = trained(1, tp=2)
+    with_loader(own / "loader", model, optimizer)
+    resume_elsewhere(folder, model, optimizer)
+    other = own / "step-2" if dist.get_rank() else folder
+    told = {"folder": refusal(lambda: merakc.load(other, model, optimizer))}
+    merakc.save(own / "failing", model, optimizer, extra=(loader := Failing(1)))
+    told["failing"] = refusal(lambda: merakc.load(own / "failing", model, optimizer, extra=loader))
     optimizer.param_groups[0]["lr"] = 0.1 * dist.get_rank()
-    merakc.save(path, model, optimizer)
+    told["rate"] = refusal(lambda: merakc.save(own / "c", model, optimizer))
+    return told
 
 
-def test_optimizers_that_differ_are_named(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 1's optimizer 0 is not as rank 0's: lr is 0.1 for"):
-        run_ranks(2, partial(differing, tmp_path / "c"))
-
-
-def unlike(path: Path, other: Path) -> None:
-    model, optimizer = trained(0, tp=2)
-    merakc.load(other if dist.get_rank() else path, model, optimizer)
-
-
-def test_ranks_load_the_same(folder: Path, tmp_path: Path) -> None:
-    run_ranks(2, partial(saved, tmp_path / "step-2", 1, tp=2))
-    with pytest.raises(RankError, match="the ranks differ in checkpoint"):
-        run_ranks(2, partial(unlike, folder, tmp_path / "step-2"))
+def test_ranks_save_and_load_the_same_and_their_own_objects(folder: Path, tmp_path: Path) -> None:
+    """What fails on one is told to all, who would go on from another step than that one."""
+    saved(tmp_path / "step-2", 1)
+    first, second = run_ranks(2, partial(unlike, folder, tmp_path))
+    for told in (first, second):
+        assert "the ranks differ in checkpoint" in told["folder"]
+        assert "rank 1's optimizer 0 is not as rank 0's: lr is 0.1 for" in told["rate"]
+    wanted = "MismatchError: rank 1 could not take part: ValueError: no such file"
+    assert (first["failing"], second["failing"]) == (wanted, "ValueError: no such file")
 
 
 class Copying(nn.Linear):
@@ -190,40 +202,3 @@ def test_schedulers_may_be_left_out(tmp_path: Path) -> None:
     other, fresh = trained(0)
     merakc.load(tmp_path / "c", other, fresh)
     assert fresh.param_groups[0]["lr"] == 0.005
-
-
-def resume_elsewhere(folder: Path) -> None:
-    model, optimizer = trained(0, tp=2)
-    rank = dist.get_rank()
-    with pytest.raises(CheckpointError, match="rank 1 sees no folder"):
-        merakc.load(folder.parent if rank == 0 else folder / "lost", model, optimizer)
-    with pytest.raises(MismatchError, match=r"rank 1 has .* for 0 optimizers and 0 schedulers"):
-        merakc.load(folder, model, None if rank else optimizer)
-
-
-def test_ranks_see_the_same_and_give_the_same(folder: Path) -> None:
-    run_ranks(2, partial(resume_elsewhere, folder))
-
-
-class Failing(Loader):
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if dist.get_rank():
-            raise ValueError("no such file")
-
-
-def one_that_fails(folder: Path) -> str:
-    model, optimizer = trained(0, pp=2, micro_batches=2)
-    loader: Loader = Failing(1)
-    merakc.save(folder / "c", model, optimizer, extra=loader)
-    with pytest.raises((MismatchError, ValueError)) as caught:
-        merakc.load(folder / "c", model, optimizer, extra=loader)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_what_fails_to_load_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
-    """The others would go on from another step than that one."""
-    found = run_ranks(2, partial(one_that_fails, tmp_path))
-    assert found == [
-        "MismatchError: rank 1 could not take part: ValueError: no such file",
-        "ValueError: no such file",
-    ]

@@ -105,7 +105,7 @@ def test_other_files_are_refused(how: str, whole: Path, tmp_path: Path) -> None:
             other.rename(path)
             (folder / "x").rename(other)
         case "stale":
-            run_ranks(2, partial(saved, tmp_path / "later", 1, {"seen": 17}, tp=2))
+            saved(tmp_path / "later", 1, {"seen": 17}, micro_batches=1)
             shutil.copy(tmp_path / "later" / path.name, path)
         case "no manifest":
             (folder / NAME).unlink()

@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import merakc
-from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError, MerakWarning, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
@@ -47,26 +45,45 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "pp2": {"pp": 2, "micro_batches": 2},
     "dp2": {"dp": 2},
-    "zero1": {"dp": 2, "state_shards": "zero-1"},
     "zero3": {"dp": 2, "state_shards": "zero-3"},
     "tp2 pp2": {"tp": 2, "pp": 2, "micro_batches": 2},
     "zero2 tp2": {"dp": 2, "tp": 2, "state_shards": "zero-2"},
     "uneven": {"tp": 3},
 }
+STEPS = 2  # under each plan, before the next goes on
 
 
 def ranks_of(layout: dict[str, Any]) -> int:
     return layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
 
 
+class Normed(nn.Module):
+    """Convolutions with the statistics of batches, which buffers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1),
+            nn.Conv2d(4, 3, 2), nn.BatchNorm2d(3), nn.Flatten(),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Tensors:
+        """The mean loss."""
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+def images(seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 3, 4, 4, generator=generator, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(0, 3, (8,), generator=generator)}
+
+
 def make(name: str) -> nn.Module:
-    if name == "words":
-        return build(partial(Words, dropout=0.1))
-    return MODELS[name].model(torch.float64, dropout=0.1)
+    return build(partial(Words, dropout=0.1) if name == "words" else Normed)
 
 
 def batch_of(name: str, seed: int) -> Tensors:
-    return words(seed) if name == "words" else MODELS[name].batch(8, torch.float64, seed=seed)
+    return words(seed) if name == "words" else images(seed)
 
 
 def run(
@@ -77,19 +94,17 @@ def run(
     *,
     start: Path | None = None,
     end: Path | None = None,
-    optimize: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    **options: Any,
 ) -> tuple[list[float], Tensors]:
     """Steps `first` to `last` on the ranks of a layout: losses, and the weights on rank 0."""
     torch.manual_seed(5)
     model = merakc.auto_parallel(
         make(name), first_part(batch_of(name, 0), layout.get("dp", 1)), cluster=NOMINAL_CPU,
-        seed=3, **layout, **options,
+        seed=3, **layout,
     )  # fmt: skip
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
-    optimizer = optimize(groups, lr=0.01)
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     if start is not None:
         loaded = merakc.load(start, model, optimizer, scheduler)
@@ -107,99 +122,82 @@ def run(
     return losses, model.full_state_dict()
 
 
-@cache
-def undisturbed(name: str) -> tuple[list[float], Tensors]:
-    """On one rank; batch statistics are those of each dp rank, so of as many as there are later."""
-    layout = LAYOUTS["dp2" if name == "resnet" else "one"]
-    return run_ranks(ranks_of(layout), partial(run, name, layout, 0, 6))[0]
-
-
 @pytest.mark.parametrize(
-    ("name", "saved", "loaded"),
+    ("name", "plans", "undisturbed"),
     [
-        ("words", "one", "one"),
-        ("words", "tp2", "pp2"),
-        ("words", "zero3", "tp2"),
-        ("words", "pp2", "zero1"),
-        ("words", "uneven", "zero2 tp2"),
-        ("gpt2", "zero2 tp2", "uneven"),
-        ("gpt2", "tp2 pp2", "zero3"),
-        ("t5", "dp2", "tp2 pp2"),
-        ("resnet", "zero1", "dp2"),
+        ("words", ["one", "zero2 tp2", "pp2", "uneven"], "one"),
+        ("normed", ["zero3", "dp2"], "dp2"),  # the statistics are those of each dp rank
     ],
 )
-def test_a_run_goes_on_under_another_plan(
-    name: str, saved: str, loaded: str, tmp_path: Path
+def test_a_run_goes_on_under_other_plans(
+    name: str, plans: list[str], undisturbed: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "checkpoint"
-    first, second = LAYOUTS[saved], LAYOUTS[loaded]
-    run_ranks(ranks_of(first), partial(run, name, first, 0, 3, end=folder))
-    losses, weights = run_ranks(ranks_of(second), partial(run, name, second, 3, 6, start=folder))[0]
-    wanted_losses, wanted = undisturbed(name)
-    tolerance = 1e-5 if MODELS.get(name) and MODELS[name].casts_float32 else 1e-10
-    assert losses == pytest.approx(wanted_losses[3:], rel=tolerance)
+    """Each plan goes on with what the one before it has saved."""
+    steps, layout = STEPS * len(plans), LAYOUTS[undisturbed]
+    wanted_losses, wanted = run_ranks(ranks_of(layout), partial(run, name, layout, 0, steps))[0]
+    losses, start = [], None
+    for at, plan in enumerate(plans):
+        first, end, layout = STEPS * at, tmp_path / f"checkpoint-{at}", LAYOUTS[plan]
+        of_plan = partial(run, name, layout, first, first + STEPS, start=start, end=end)
+        found, weights = run_ranks(ranks_of(layout), of_plan)[0]
+        losses, start = losses + found, end
+        assert losses == pytest.approx(wanted_losses[: len(losses)], rel=1e-10), plan
     assert weights.keys() == wanted.keys()
     for key, value in wanted.items():
-        torch.testing.assert_close(weights[key], value, rtol=tolerance, atol=tolerance, msg=key)
+        torch.testing.assert_close(weights[key], value, rtol=1e-10, atol=1e-10, msg=key)
 
 
-def layouts_of_torch(folder: Path, layout: dict[str, Any], how: str, *, load: bool) -> Any:
+def layouts_of_torch(
+    layout: dict[str, Any], first: int, start: Path | None, end: Path, how: str
+) -> Tensors:
     """torch's own distributed checkpoint, used as its documentation says."""
     torch.manual_seed(5)
-    name = "words"
     model = merakc.auto_parallel(
-        make(name), first_part(batch_of(name, 0), layout.get("dp", 1)), cluster=NOMINAL_CPU,
+        make("words"), first_part(words(0), layout.get("dp", 1)), cluster=NOMINAL_CPU,
         seed=3, **layout,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    first, last = (3, 6) if load else (0, 3)
     options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=how == "async")
-    if load:
+    if start is not None:
         weights, state = get_state_dict(model, optimizer, options=options)
-        dcp.load(found := {"model": weights, "optimizer": state}, checkpoint_id=folder)
+        dcp.load(found := {"model": weights, "optimizer": state}, checkpoint_id=start)
         set_state_dict(
             model, optimizer, model_state_dict=found["model"],
             optim_state_dict=found["optimizer"], options=options,
         )  # fmt: skip
-        model._own("_steps").taken = 3
-    for step in range(first, last):
-        model(**part(batch_of(name, step), model))["loss"].backward()
+        model._own("_steps").taken = first
+    for step in range(first, first + STEPS):
+        model(**part(words(step), model))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    if not load:
-        weights, state = get_state_dict(model, optimizer, options=options)
-        written = {"model": weights, "optimizer": state}
-        if how == "async":
-            dcp.async_save(written, checkpoint_id=folder).result()
-        else:
-            dcp.save(written, checkpoint_id=folder)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    written = {"model": weights, "optimizer": state}
+    if how == "async":
+        dcp.async_save(written, checkpoint_id=end).result()
+    else:
+        dcp.save(written, checkpoint_id=end)
     return model.full_state_dict()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of its own code
-@pytest.mark.parametrize(
-    ("saved", "loaded", "how"),
-    [("tp2", "pp2", "wait"), ("zero3", "tp2", "async"), ("tp2 pp2", "zero2 tp2", "wait")],
-)
-def test_torchs_own_checkpoint_goes_to_another_plan(
-    saved: str, loaded: str, how: str, tmp_path: Path
-) -> None:
-    first, second, folder = LAYOUTS[saved], LAYOUTS[loaded], tmp_path / "checkpoint"
-    run_ranks(ranks_of(first), partial(layouts_of_torch, folder, first, how, load=False))
-    ours = run_ranks(ranks_of(second), partial(layouts_of_torch, folder, second, how, load=True))[0]
-    wanted = run_ranks(1, partial(_plain_run, {}))[0]
+def test_torchs_own_checkpoint_goes_to_another_plan(tmp_path: Path) -> None:
+    """From each to the next, and what is saved beside the run as well as what is waited for."""
+    plans, start = [("pp2", "wait"), ("zero3", "async"), ("tp2", "async")], None
+    wanted = run_ranks(1, partial(_undisturbed, STEPS * len(plans)))[0]
+    for at, (plan, how) in enumerate(plans):
+        layout, end = LAYOUTS[plan], tmp_path / f"checkpoint-{at}"
+        of_plan = partial(layouts_of_torch, layout, STEPS * at, start, end, how)
+        ours, start = run_ranks(ranks_of(layout), of_plan)[0], end
     for key, value in wanted.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-10, atol=1e-10, msg=key)
 
 
-def _plain_run(layout: dict[str, Any]) -> Tensors:
+def _undisturbed(steps: int) -> Tensors:
     torch.manual_seed(5)
-    model = merakc.auto_parallel(
-        make("words"), batch_of("words", 0), cluster=NOMINAL_CPU, seed=3, **layout
-    )
+    model = merakc.auto_parallel(make("words"), words(0), cluster=NOMINAL_CPU, seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(6):
-        model(**batch_of("words", step))["loss"].backward()
+    for step in range(steps):
+        model(**words(step))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.full_state_dict()
@@ -219,11 +217,11 @@ def test_a_save_that_failed_is_told_of_once(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"file", "b", "d"}
 
 
-@pytest.mark.parametrize("keep_last", [0, True, 1.5])
-def test_what_cannot_be_meant_is_refused(keep_last: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match="at least this checkpoint stays"):
-        merakc.save(tmp_path / "c", model, keep_last=keep_last)
+    for keep_last in (0, True, 1.5):
+        with pytest.raises(CheckpointError, match="at least this checkpoint stays"):
+            merakc.save(tmp_path / "c", model, keep_last=keep_last)  # type: ignore[arg-type]
     for folder in (None, model, "/"):
         with pytest.raises(CheckpointError, match="give"):
             merakc.save(folder, model)  # type: ignore[arg-type]
@@ -265,9 +263,64 @@ def test_a_forked_process_saves_beside_what_it_does_as_its_parent_did(tmp_path: 
     assert run_ranks(1, run, backend="") == [["a", "b"]]
 
 
-def without_its_group(folder: Path) -> str:
+def in_the_midst_of_a_step(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As the handler of a signal may be, which comes to each rank somewhere else."""
+    with (
+        pytest.raises(CheckpointError, match=r"inside of model\(\.\.\.\), as the handler of a"),
+        call("model(...)"),
+    ):
+        merakc.save(folder / "handler", model, optimizer)
+    model(**part(words(1), model))["loss"].backward()
+    if dist.get_rank():
+        optimizer.step()
+    with pytest.raises(MismatchError, match=r"rank 1 has .*behind 2 losses, after an optimizer"):
+        merakc.save(folder / "apart", model, optimizer)
+    if not dist.get_rank():
+        optimizer.step()
+    merakc.save(folder / "after the step", model, optimizer)
+
+
+def one_without_memory(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+            patched.setattr(saving, "_on_host", no_memory)
+        with pytest.raises((MismatchError, RuntimeError)) as caught:
+            merakc.save(folder / "memory", model, optimizer, wait=False)
+    merakc.save(folder / "enough", model, optimizer, wait=False).wait(60)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError("can't allocate memory")
+
+
+def on_a_disk_of_its_own(folder: Path, model: nn.Module) -> None:
+    """As a folder of the same name on each machine is, which no other sees."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder.parent if dist.get_rank() else folder)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*c.writing.* storage that all hosts"):
+            merakc.save("c", model)
+
+
+def stopped(folder: Path, model: Any, optimizer: torch.optim.Optimizer, function: str) -> str:
+    """Ctrl-C on rank 1 alone, at the first call of one of the writer's functions."""
+    original = getattr(storage, function)
+
+    def interrupted(*args: Any) -> Any:
+        patched.setattr(storage, function, original)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+            patched.setattr(storage, function, interrupted)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+            merakc.save(folder / "c", model, optimizer)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def without_its_group(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> str:
     """The thread begins to write after the process group has gone."""
-    model, optimizer = trained(1, dp=2, state_shards="zero-1")
     gone, begin = threading.Event(), saving.write
 
     def late(*args: Any, **kwargs: Any) -> None:
@@ -276,7 +329,7 @@ def without_its_group(folder: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(saving, "write", late)
-        started = merakc.save(folder / "c", model, optimizer, wait=False)
+        started = merakc.save(folder / "late", model, optimizer, wait=False)
     dist.destroy_process_group()
     gone.set()
     with pytest.raises(CheckpointError) as caught:
@@ -284,12 +337,32 @@ def without_its_group(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_save_whose_process_group_has_gone_is_refused(tmp_path: Path) -> None:
-    """Each rank would write its own part for the whole."""
-    for text in run_ranks(2, partial(without_its_group, tmp_path)):
-        assert "c was not written" in text
-        assert "call wait() on what it returns before" in text
-    assert not any(tmp_path.iterdir())
+def hindered(folder: Path) -> dict[str, str]:
+    """What each rank is told, of one model, after another."""
+    model, optimizer = trained(1, tp=2)
+    in_the_midst_of_a_step(folder, model, optimizer)
+    told = {"memory": one_without_memory(folder, model, optimizer)}
+    on_a_disk_of_its_own(folder, model)
+    for function in ("bring_together", "runs_of"):
+        told[function] = stopped(folder, model, optimizer, function)
+    return {**told, "group": without_its_group(folder, model, optimizer)}
+
+
+def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
+    """Between the same steps, with memory and storage for all, until one is told to stop.
+
+    That is no checkpoint's error, which a loop may catch and go on. Without the process group each
+    rank would write its own part for the whole.
+    """
+    first, second = run_ranks(2, partial(hindered, tmp_path))
+    assert first["memory"] == f"MismatchError: rank 1 could not take part: {second['memory']}"
+    for function in ("bring_together", "runs_of"):
+        assert first[function].endswith("c was not written: rank 1: KeyboardInterrupt:"), function
+        assert second[function] == "KeyboardInterrupt: ", function
+    for told in (first, second):
+        assert "late was not written" in told["group"]
+        assert "call wait() on what it returns before" in told["group"]
+    assert {p.name for p in tmp_path.iterdir()} == {"after the step", "enough"}
 
 
 class Slow:
@@ -318,33 +391,6 @@ def test_warnings_are_heard_while_a_save_is_written(
         slow.go.set()
         started.wait(60)
     assert [str(one.message) for one in heard] == ["hear me"]
-
-
-def stopped(folder: Path, function: str) -> str:
-    """Ctrl-C on rank 1 alone, at the first call of one of the writer's functions."""
-    model, optimizer = trained(1, tp=2)
-    original = getattr(storage, function)
-
-    def interrupted(*args: Any) -> Any:
-        patched.setattr(storage, function, original)
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(*args)
-
-    with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank():
-            patched.setattr(storage, function, interrupted)
-        with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
-            merakc.save(folder / "c", model, optimizer)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("function", ["bring_together", "runs_of"])
-def test_a_rank_that_is_told_to_stop_stops(function: str, tmp_path: Path) -> None:
-    """That is no checkpoint's error, which a loop may catch and go on."""
-    first, second = run_ranks(2, partial(stopped, tmp_path, function))
-    assert first.endswith("c was not written: rank 1: KeyboardInterrupt:")
-    assert second == "KeyboardInterrupt: "
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_save_that_nobody_waited_for_to_the_end_keeps_its_copies(
@@ -382,36 +428,6 @@ def test_a_forked_process_does_not_wait_for_its_parents_save(
     assert "c is written by process" in text
     slow.go.set()
     started.wait(60)
-
-
-def one_without_memory(folder: Path) -> str:
-    model, optimizer = trained(1, dp=2, state_shards="zero-1")
-    with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank():
-            patched.setattr(saving, "_on_host", no_memory)
-        with pytest.raises((MismatchError, RuntimeError)) as caught:
-            merakc.save(folder / "a", model, optimizer, wait=False)
-    merakc.save(folder / "b", model, optimizer, wait=False).wait(60)
-    _on_a_disk_of_its_own(folder, model)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def _on_a_disk_of_its_own(folder: Path, model: nn.Module) -> None:
-    """As a folder of the same name on each machine is, which no other sees."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(folder.parent if dist.get_rank() else folder)
-        with pytest.raises(CheckpointError, match=r"rank 1: .*c.writing.* storage that all hosts"):
-            merakc.save("c", model)
-
-
-def no_memory(*_: Any) -> None:
-    raise RuntimeError("can't allocate memory")
-
-
-def test_a_rank_that_cannot_copy_or_write_its_state_stops_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, partial(one_without_memory, tmp_path))
-    assert first == f"MismatchError: rank 1 could not take part: {second}"
-    assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
 def test_exports_are_none_of_a_runs_checkpoints(tmp_path: Path) -> None:
@@ -471,29 +487,6 @@ def test_folders_are_where_the_file_system_has_them(
     for function in (merakc.save, merakc.load, merakc.export):
         with pytest.raises(CheckpointError, match="c: the working directory has gone"):
             function("c", model)  # type: ignore[operator]
-
-
-def in_the_midst_of_a_step(folder: Path) -> None:
-    """As the handler of a signal may be, which comes to each rank somewhere else."""
-    model, optimizer = trained(1, dp=2, state_shards="zero-1")
-    with (
-        pytest.raises(CheckpointError, match=r"inside of model\(\.\.\.\), as the handler of a"),
-        call("model(...)"),
-    ):
-        merakc.save(folder / "c", model, optimizer)
-    model(**part(words(1), model))["loss"].backward()
-    if dist.get_rank():
-        optimizer.step()
-    with pytest.raises(MismatchError, match=r"rank 1 has .*behind 2 losses, after an optimizer"):
-        merakc.save(folder / "c", model, optimizer)
-    if not dist.get_rank():
-        optimizer.step()
-    merakc.save(folder / "d", model, optimizer)
-
-
-def test_ranks_save_between_the_same_steps(tmp_path: Path) -> None:
-    run_ranks(2, partial(in_the_midst_of_a_step, tmp_path))
-    assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
 def test_folders_that_may_not_be_entered_are_passed_over(

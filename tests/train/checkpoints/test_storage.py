@@ -41,16 +41,14 @@ def exported(folder: Path, name: str, layout: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "kind", "layout"),
     [
-        ("gpt2", transformers.GPT2LMHeadModel, {"tp": 2, "pp": 2}),
+        ("gpt2", transformers.GPT2LMHeadModel, {"tp": 2}),
         ("t5", transformers.T5ForConditionalGeneration, {"dp": 2, "state_shards": "zero-3"}),
-        ("llama_tied", transformers.LlamaForCausalLM, {"tp": 2}),
     ],
 )
 def test_from_pretrained_reads_the_folder(
     name: str, kind: Any, layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
-    wanted = run_ranks(ranks, partial(exported, tmp_path / "c", name, layout))[0]
+    wanted = run_ranks(2, partial(exported, tmp_path / "c", name, layout))[0]
     model, told = kind.from_pretrained(tmp_path / "c", output_loading_info=True)
     assert not any(told[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for key, value in model.state_dict().items():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import merakc
-from benchmarks.ranks import RankError, run_ranks
+from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError, ConfigError, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.checkpoints.weight_files import open_weights
@@ -25,9 +25,6 @@ from tests.train.checkpoints.small_runs import saved
 
 IDS = torch.arange(20).view(4, 5) % 13
 BATCH = {"input_ids": IDS, "labels": IDS}
-LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-3"}, {"tp": 2, "pp": 2},
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,21 +86,35 @@ def from_memory(make: Callable[[], Any], folder: Path, layout: dict[str, Any]) -
     return ran(kind.from_pretrained(folder, dtype=torch.float64).train(), layout)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_as_from_pretrained_and_the_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
-    for make in {"tp": (gpt2,), "tp pp": (mixtral,)}.get(" ".join(layout), (llama,)):
+def both(folder: Path, layout: dict[str, Any], makes: list[Callable[[], nn.Module]]) -> Any:
+    """Of each model: what it is from its files, and as `from_pretrained` reads it."""
+    places = {make: folder / make.__name__ for make in makes}
+    return {
+        make.__name__: (from_files(make, place, layout), from_memory(make, place, layout))
+        for make, place in places.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "makes"),
+    [
+        ({"tp": 2}, [gpt2, mixtral]),
+        ({"pp": 2}, [llama]),
+        ({"dp": 2, "state_shards": "zero-3"}, [llama]),
+    ],
+)
+def test_as_from_pretrained_and_the_whole_model(
+    layout: dict[str, Any], makes: list[Any], tmp_path: Path
+) -> None:
+    for make in makes:
         torch.manual_seed(3)
         make().double().save_pretrained(tmp_path / make.__name__, max_shard_size="10KB")
-        ranks = 1
-        for axis in ("dp", "tp", "pp"):
-            ranks *= layout.get(axis, 1)
-        found = run_ranks(ranks, partial(from_files, make, tmp_path / make.__name__, layout))[0]
-        wanted = run_ranks(ranks, partial(from_memory, make, tmp_path / make.__name__, layout))[0]
-        assert found[2] == wanted[2]
+    for model, (found, wanted) in run_ranks(2, both, tmp_path, layout, makes)[0].items():
+        assert found[2] == wanted[2], model
         for ours, theirs in zip(found[:2], wanted[:2], strict=True):
-            assert ours.keys() == theirs.keys()
+            assert ours.keys() == theirs.keys(), model
             for name, value in theirs.items():
-                assert torch.equal(ours[name], value), name
+                assert torch.equal(ours[name], value), (model, name)
 
 
 def masters(folder: Path) -> dict[str, tuple[torch.dtype, torch.Tensor]]:
@@ -126,7 +137,7 @@ def test_masters_are_read_from_narrower_files(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_ours_and_one_file(tmp_path: Path) -> None:
-    run_ranks(2, partial(saved, tmp_path / "c", 2, dp=2, state_shards="zero-1"))
+    saved(tmp_path / "c", 1, micro_batches=2)
     other = meta(Words)
     for place in (tmp_path / "c", tmp_path / "c" / "model.safetensors"):
         model = merakc.auto_parallel(other, words(0), weights=place, cluster=NOMINAL_CPU)
@@ -227,22 +238,36 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def own_folder(places: list[Path]) -> None:
     merakc.auto_parallel(
-        meta(Words), words(0), weights=places[dist.get_rank()], cluster=NOMINAL_CPU, pp=2
-    )
+        meta(partial(Words, blocks=2)), words(0), weights=places[dist.get_rank()], pp=2,
+        cluster=NOMINAL_CPU,
+    )  # fmt: skip
+
+
+def refused(folder: Path) -> list[str]:
+    """What a rank is told where the other reads other files."""
+    of_a = folder / "a" / "model.safetensors"
+    own_folder([of_a, folder / "b" / "model.safetensors"])
+    told = []
+    for name in ("norm.weight", "blocks.0.1.bias", "nothing"):
+        with pytest.raises((MismatchError, CheckpointError)) as caught:
+            own_folder([of_a, folder / name / "model.safetensors"])
+        told.append(str(caught.value))
+    return told
 
 
 def test_ranks_that_read_other_files_are_named(tmp_path: Path) -> None:
-    merakc.save(tmp_path / "a", build(Words))
-    merakc.export(tmp_path / "b", build(Words))
-    places = [tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors"]
-    run_ranks(2, partial(own_folder, places))
-    with pytest.raises(RankError, match=r"rank 1 could not take part|cannot be read") as refused:
-        run_ranks(2, partial(own_folder, [places[0], tmp_path / "c" / "model.safetensors"]))
-    assert isinstance(refused.value.__cause__, (MismatchError, CheckpointError))
+    plain = build(partial(Words, blocks=2))
+    merakc.save(tmp_path / "a", plain)
+    merakc.export(tmp_path / "b", plain)
     for name in ("norm.weight", "blocks.0.1.bias"):  # of the second stage, and of the first
         place = changed(tmp_path / "a", lambda t, n=name: t[n][0].add_(1))  # type: ignore[misc]
-        with pytest.raises(RankError, match=f"different weights: '{name}' of rank 1 is not as"):
-            run_ranks(2, partial(own_folder, [places[0], place / "model.safetensors"]))
+        place.rename(tmp_path / name)
+    first, second = run_ranks(2, refused, tmp_path)
+    for told in (first, second):
+        for name, text in zip(("norm.weight", "blocks.0.1.bias"), told, strict=False):
+            assert f"different weights: '{name}' of rank 1 is not as" in text
+    assert "rank 1 could not take part" in first[-1]
+    assert "cannot be read" in second[-1]
 
 
 class Scaled(nn.Module):

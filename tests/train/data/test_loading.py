@@ -48,21 +48,52 @@ def step(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> f
     return loss.item()  # type: ignore[no-any-return]
 
 
-def trained(layout: dict[str, Any], given: int) -> tuple[int, list[float], dict[str, Any]]:
-    """Losses of two epochs, with a last batch that is smaller and divides by nothing."""
+@dataclass
+class Trained:
+    """What a rank has of two epochs, with a last batch that is smaller and divides by nothing."""
+
+    micro_batches: int
+    losses: list[float]
+    weights: dict[str, Any]
+    own: list[int]  # the samples that a sampler deals it
+    said: list[str]  # of ranks that part
+
+
+def trained(layout: dict[str, Any], given: int) -> Trained:
     data, fixed = rows(), {"cluster": NOMINAL_CPU, **layout}
     plan = merakc.plan_for(net(), data[:given], **fixed)
     loader = merakc.dataloader(data, plan, 8, shuffle=True, seed=3)
     model = merakc.auto_parallel(net(), data[:given], plan=plan, cluster=NOMINAL_CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = [step(model, optimizer, batch) for _ in range(2) for batch in loader]
-    return plan.micro_batches, losses, model.full_state_dict()
+    weights = model.full_state_dict()
+    parted = apart(model) if "dp" in layout else ([], [])
+    return Trained(plan.micro_batches, losses, weights, *parted)
+
+
+def apart(model: Any) -> tuple[list[int], list[str]]:
+    """What a sampler deals a rank, and what is said where ranks do not go together."""
+    ahead = Dealt(8, 0, 2, batch_size=4)
+    ahead.epoch = model.rank
+    own = [*merakc.sampler(range(22), model, shuffle=False)]
+    said = []
+    acts: list[Any] = [
+        lambda: merakc.sampler(range(23), model),
+        lambda: model(rows()[: 1 - model.rank]),
+        lambda: [*ahead],
+    ]
+    for act in acts:
+        try:
+            act()
+        except (ConfigError, MismatchError) as error:
+            said.append(str(error))
+    return own, said
 
 
 @pytest.mark.parametrize(
-    "layout", [{"dp": 2, "micro_batches": 4}, {"pp": 2, "micro_batches": 8}, {"tp": 2}], ids=str
+    "layout", [{"dp": 2, "micro_batches": 4}, {"pp": 2, "micro_batches": 8}], ids=str
 )
-def test_a_run_is_that_of_one_process(layout: dict[str, Any]) -> None:
+def test_a_run_is_that_of_one_process_and_ranks_that_part_are_told(layout: dict[str, Any]) -> None:
     model, data = net(), rows()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -70,11 +101,16 @@ def test_a_run_is_that_of_one_process(layout: dict[str, Any]) -> None:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3 + epoch))
         losses += [step(model, optimizer, data[k]) for k in order.split(8)]  # type: ignore[no-untyped-call]
     found = run_ranks(2, trained, layout, 8 // layout.get("dp", 1))
-    for parts, ours, _ in found:
-        assert ours == pytest.approx(losses, rel=1e-10)
-        assert parts == layout.get("micro_batches", parts)  # the last batch is in fewer
-    for name, value in found[0][2].items():
+    for rank in found:
+        assert rank.losses == pytest.approx(losses, rel=1e-10)
+        assert rank.micro_batches == layout["micro_batches"]  # the last batch is in fewer
+    for name, value in found[0].weights.items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-10, atol=1e-12)
+    if "dp" in layout:
+        assert sorted(found[0].own + found[1].own) == [*range(22)]
+        assert "23 samples do not divide over dp=2" in found[0].said[0]
+        assert "batches of [1, 0] samples" in found[0].said[1]
+        assert "the ranks differ in the data loader's epoch" in found[0].said[2]
 
 
 def test_every_sample_is_read_once() -> None:
@@ -146,30 +182,3 @@ def test_what_would_leave_ranks_without_samples_is_refused() -> None:
     batches.check()
     with pytest.raises(ConfigError, match="Net: give the model that auto_parallel returned"):
         merakc.dataloader(rows(), net(), 8)  # type: ignore[arg-type]
-
-
-def on_ranks() -> tuple[list[int], list[str]]:
-    model = merakc.auto_parallel(net(), rows()[:4], dp=2, cluster=NOMINAL_CPU)
-    ahead = Dealt(8, 0, 2, batch_size=4)
-    ahead.epoch = model.rank
-    own = [*merakc.sampler(range(22), model, shuffle=False)]
-    said = []
-    acts: list[Any] = [
-        lambda: merakc.sampler(range(23), model),
-        lambda: model(rows()[: 1 - model.rank]),
-        lambda: [*ahead],
-    ]
-    for act in acts:
-        try:
-            act()
-        except (ConfigError, MismatchError) as error:
-            said.append(str(error))
-    return own, said
-
-
-def test_ranks_that_part_are_told() -> None:
-    (first, said), (second, _) = run_ranks(2, on_ranks)
-    assert sorted(first + second) == [*range(22)]
-    assert "23 samples do not divide over dp=2" in said[0]
-    assert "batches of [1, 0] samples" in said[1]
-    assert "the ranks differ in the data loader's epoch" in said[2]

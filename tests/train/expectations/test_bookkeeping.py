@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import RankError, run_ranks
+from benchmarks.ranks import run_ranks
 from merakc.errors import LedgerError, MerakWarning
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan_file import load_plan
@@ -23,7 +23,7 @@ from merakc.train.expectations.bookkeeping import COUNTED_STEP, _Optimizers, mod
 from merakc.train.model import ParallelModel
 from tests.battery.small_models import Words, parallel, part, warm_up, words
 
-STEPS = 5
+STEPS = 3
 TP, PP = {"tp": 2, "pp": 1}, {"pp": 2, "tp": 1}
 
 
@@ -60,7 +60,7 @@ def ledger_of(folder: Path, options: dict[str, Any], ranks: int = 2) -> tuple[Le
     return read_ledger(path), peaks[0]
 
 
-def test_a_pipeline_tells_of_both_ranks(tmp_path: Path) -> None:
+def test_a_pipeline_tells_of_both_ranks_and_its_plan_file_is_its_plan(tmp_path: Path) -> None:
     found, peak_bytes = ledger_of(tmp_path, {**PP, "schedule": "zb-h1"})
     header = found.header
     assert header.plan == load_plan(tmp_path / "plan.json").hash
@@ -83,6 +83,14 @@ def test_a_pipeline_tells_of_both_ranks(tmp_path: Path) -> None:
     measured = found.steps[COUNTED_STEP].peak_bytes
     for ours, counted in zip(header.prediction.peak_bytes, measured, strict=True):
         assert counted == pytest.approx(ours, rel=0.3)  # so small, messages on the way count
+    _goes_by_the_plan_file(tmp_path)
+
+
+def _goes_by_the_plan_file(folder: Path) -> None:
+    plan, given = load_plan(folder / "plan.json"), folder / "given.json"
+    plan.save(given)
+    again, _ = ledger_of(folder, {"plan": given})
+    assert again.header.plan == plan.hash
 
 
 def test_tp_tells_what_is_waited_for_inside_of_graphs(tmp_path: Path) -> None:
@@ -107,26 +115,11 @@ def test_one_process_keeps_a_ledger_too(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[1])["step"] == 0
 
 
-def test_a_plan_file_is_the_plan_of_its_run(tmp_path: Path) -> None:
-    ledger_of(tmp_path, PP)
-    plan, given = load_plan(tmp_path / "plan.json"), tmp_path / "given.json"
-    plan.save(given)
-    again, _ = ledger_of(tmp_path, {"plan": given})
-    assert again.header.plan == plan.hash
-
-
 def test_without_a_ledger_nothing_is_recorded() -> None:
     model = parallel(Words, words(0))
     model(**words(0))["loss"].backward()
     assert model._own("_book") is None
     assert not model._own("_steps").recording
-
-
-def test_a_file_that_cannot_be_written_is_an_error_of_all_ranks(tmp_path: Path) -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, run, tmp_path / "no" / "run.jsonl", PP)
-    assert isinstance(caught.value.__cause__, LedgerError)
-    assert "give another path" in str(caught.value.__cause__)
 
 
 def test_a_run_goes_on_where_its_ledger_cannot(tmp_path: Path) -> None:
@@ -169,8 +162,8 @@ def test_hooks_keep_no_model_alive() -> None:
     torch.optim.SGD([parameter], 0.1).step()
 
 
-def test_what_formulas_say_of_each_stage() -> None:
-    def of_rank() -> list[tuple[float, float, float]]:
+def test_what_formulas_say_of_each_stage_and_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    def of_rank() -> tuple[list[tuple[float, float, float]], str]:
         planned = parallel(Words, words(0), **PP, dp=1)._own("_steps").planned
         assert dist.get_world_size() == 2
         found = modelled(planned, NOMINAL_CPU)
@@ -178,8 +171,12 @@ def test_what_formulas_say_of_each_stage() -> None:
         corrected = modelled(planned, slow.flat("float32"))
         assert corrected[0].forward_s == pytest.approx(3 * found[0].forward_s)
         assert corrected[0].backward_s == pytest.approx(found[0].backward_s)
-        return [(m.forward_s, m.backward_s, m.wire_s) for m in found]
+        with pytest.raises(LedgerError) as caught:
+            run(tmp_path / "no" / "run.jsonl", PP)
+        return [(m.forward_s, m.backward_s, m.wire_s) for m in found], str(caught.value)
 
-    one, other = run_ranks(2, of_rank)
+    (one, told), (other, told_too) = run_ranks(2, of_rank)
     assert one == other
     assert all(0 < forward_s < backward_s and wire_s == 0 for forward_s, backward_s, wire_s in one)
+    for text in (told, told_too):  # an error of all ranks
+        assert "give another path" in text

@@ -113,10 +113,6 @@ def measure_twice(path: Path) -> tuple[bool, bool]:
     return first == 1, len(calls) == 2
 
 
-def test_all_ranks_take_what_was_measured(tmp_path: Path) -> None:
-    assert run_ranks(2, measure_twice, tmp_path / "plan.json") == [(True, False)] * 2
-
-
 def on_one_core() -> list[tuple[float, float]]:
     """By stage and kind: what simulated computes of ranks that take turns take, and measured."""
     module.shared_cores = lambda _: Sharing((1.0,), 2)
@@ -135,8 +131,15 @@ def on_one_core() -> list[tuple[float, float]]:
     ]
 
 
-def test_computes_of_ranks_that_take_turns_are_simulated_as_they_were_measured() -> None:
-    for found in run_ranks(2, on_one_core):
+def both(path: Path) -> tuple[tuple[bool, bool], list[tuple[float, float]]]:
+    return measure_twice(path), on_one_core()
+
+
+def test_all_ranks_take_what_was_measured_and_computes_that_take_turns_are_simulated_as_they_were(
+    tmp_path: Path,
+) -> None:
+    for measured, found in run_ranks(2, both, tmp_path / "plan.json"):
+        assert measured == (True, False)
         assert len(found) == 4
         assert all(simulated == pytest.approx(seen, rel=0.1) for simulated, seen in found)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,58 +23,85 @@ from merakc.train.expectations.trials import (
     shared_cores,
     values_of,
 )
+from merakc.train.model import ParallelModel
 from merakc.train.steps import Steps
 from tests.batch_models import CASES, made, reference
-from tests.battery.small_models import Words, parallel, words
+from tests.battery.small_models import Words, build, parallel, words
 
-PLANS = [{"pp": 2, "schedule": "1f1b"}, {"tp": 2}, {"dp": 2}, {"dp": 2, "state_shards": (2, 2, 2)}]
+PLANS = [
+    {"pp": 2, "schedule": "1f1b"}, {"tp": 2}, {"dp": 2, "state_shards": (2, 2, 2)},
+]  # fmt: skip
 Plan = Mapping[str, object]
 
 
-def measured(plan: Plan) -> list[dict[ActionKind, float]]:
-    steps = parallel(Words, words(0), **plan)._own("_steps")
+@dataclass
+class Tried:
+    """What a rank has found of a plan."""
+
+    seconds: list[dict[ActionKind, float]]
+    around: float
+    alike: bool  # it trains with trials as without
+    of_one_batch: bool  # values are tried where the ranks have one batch
+    of_own_batches: bool  # and where each has its own
+
+
+def measured(steps: Steps) -> list[dict[ActionKind, float]]:
     found = measure_computes(steps, next(iter(steps.compiled.values())))
     return [dict(own) for each in found for own in each.values()]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_all_ranks_take_part_in_as_many_steps(plan: Plan) -> None:
-    first, second = run_ranks(2, measured, plan)
-    assert 0 < len(first) == len(second) <= TRIALS
-    for own in (*first, *second):
-        assert own.keys() >= {ActionKind.FORWARD}
-        assert all(0 < seconds < 60 for seconds in own.values())
-
-
-def test_one_rank_measures_its_own() -> None:
-    assert all(own.keys() == {ActionKind.FORWARD, ActionKind.BACKWARD} for own in measured({}))
-
-
-def train(plan: Plan, tries: bool) -> list[torch.Tensor]:
+def train(model: ParallelModel, tries: bool) -> list[torch.Tensor]:
     """The losses and the weights of two steps; with trials in between."""
-    model = parallel(Words, words(0), **plan)
-    steps = model._own("_steps")
+    model.load_state_dict(build(Words).state_dict())
+    model.zero_grad()
     optimizer = torch.optim.AdamW(model.parameters())
     found = []
     for k in range(2):
         loss = model(**words(k))["loss"]
         loss.backward()
         if tries:
-            measure_computes(steps, next(iter(steps.compiled.values())))
+            measured(model._own("_steps"))
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    return found + [p.detach().as_subclass(torch.Tensor) for p in model.parameters()]
+    return found + [p.detach().as_subclass(torch.Tensor).clone() for p in model.parameters()]
 
 
-def both(plan: Plan) -> bool:
-    pairs = zip(train(plan, True), train(plan, False), strict=True)
-    return all(torch.equal(*pair) for pair in pairs)
+def tried(plan: Plan) -> Tried:
+    model = parallel(Words, words(0), **plan)
+    steps = model._own("_steps")
+    step = next(iter(steps.compiled.values()))
+    samples = 4 if "dp" in plan else 8
+    with_values = (
+        values_of(steps, step, ((), words(seed, samples))) is not None
+        for seed in (0, steps.groups.rank)
+    )
+    return Tried(
+        measured(steps),
+        measure_around(steps, step, ((), words(0))),
+        all(torch.equal(*x) for x in zip(train(model, True), train(model, False), strict=True)),
+        *with_values,
+    )
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_trials_change_nothing(plan: Plan) -> None:
-    assert run_ranks(2, both, plan) == [True, True]
+def test_all_ranks_take_part_in_trials_that_change_nothing(plan: Plan) -> None:
+    """In as many steps, and ranks of a replica try no values of their own."""
+    first, second = run_ranks(2, tried, plan)
+    assert 0 < len(first.seconds) == len(second.seconds) <= TRIALS
+    for own in (*first.seconds, *second.seconds):
+        assert own.keys() >= {ActionKind.FORWARD}
+        assert all(0 < seconds < 60 for seconds in own.values())
+    assert 0 < first.around == second.around < 60
+    for found in (first, second):
+        assert found.alike
+        assert found.of_one_batch
+        assert found.of_own_batches == ("dp" in plan)
+
+
+def test_one_rank_measures_its_own() -> None:
+    found = measured(parallel(Words, words(0))._own("_steps"))
+    assert all(own.keys() == {ActionKind.FORWARD, ActionKind.BACKWARD} for own in found)
 
 
 def half_failing(plan: Plan) -> tuple[int, list[bool]]:
@@ -102,26 +130,14 @@ def test_the_others_are_measured_without_one_that_does_not_run_on_zeros() -> Non
     assert other == [True]
 
 
-def cores(kind: str) -> Sharing | None:
-    return shared_cores(torch.device(kind))
+def cores(*kinds: str) -> list[Sharing | None]:
+    return [shared_cores(torch.device(kind)) for kind in kinds]
 
 
 def test_ranks_of_a_cpu_share_its_cores() -> None:
     there = min(2, len(os.sched_getaffinity(0)))
-    assert run_ranks(2, cores, "cpu") == [Sharing((1.0,) * there, 2)] * 2
-    assert run_ranks(2, cores, "cuda") == [None, None]
-    assert cores("cpu") is None
-
-
-def around(plan: Plan) -> float:
-    steps = parallel(Words, words(0), **plan)._own("_steps")
-    return measure_around(steps, next(iter(steps.compiled.values())), ((), words(0)))
-
-
-@pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2}])
-def test_all_ranks_know_what_a_step_does_around_its_program(plan: Plan) -> None:
-    first, second = run_ranks(2, around, plan)
-    assert 0 < first == second < 60
+    assert run_ranks(2, cores, "cpu", "cuda") == [[Sharing((1.0,) * there, 2), None]] * 2
+    assert cores("cpu") == [None]
 
 
 def checked() -> tuple[float, list[float]]:
@@ -165,21 +181,6 @@ def test_an_example_that_the_model_does_not_take_is_tried_on_zeros() -> None:
     assert not trials.trial(steps, step, brought, alone=True)
     assert measure_computes(steps, step, brought)
     assert parallel(Words, garbage, cluster=None).plan_file.measured is not None
-
-
-def unlike(plan: Plan, samples: int) -> tuple[bool, bool]:
-    """Whether ranks with one batch, and ranks with one each, try their values."""
-    steps = parallel(Words, words(0), **plan)._own("_steps")
-    (step,) = steps.compiled.values()
-    same, own = (
-        values_of(steps, step, ((), words(seed, samples))) for seed in (0, steps.groups.rank)
-    )
-    return same is not None, own is not None
-
-
-def test_ranks_of_a_replica_try_no_values_of_their_own() -> None:
-    assert run_ranks(2, unlike, {"tp": 2}, 8) == [(True, False)] * 2
-    assert run_ranks(2, unlike, {"dp": 2}, 4) == [(True, True)] * 2
 
 
 def test_trials_take_a_second_where_five_of_them_do() -> None:

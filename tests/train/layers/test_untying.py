@@ -19,7 +19,7 @@ from merakc.train.model import ParallelModel
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2 x pp2": {"dp": 1, "tp": 2, "pp": 2, "micro_batches": 2},
+    "pp2": {"dp": 1, "pp": 2, "micro_batches": 2},
     "zero-1": {"dp": 2, "state_shards": "zero-1", "precision": None},
 }
 
@@ -66,10 +66,13 @@ def whole(model: nn.Module) -> Tensors:
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
 
 
-def pseudo_to_real(**layout: Any) -> Any:
-    """Losses, weights and sizes of a run that shares for three steps, and then does not."""
+def pseudo_to_real(folder: Path, **layout: Any) -> Any:
+    """Losses, weights and sizes of a run that shares for three steps, is saved, and then does not
+    share.
+    """
     model, optimizer, schedule = started(**layout)
     losses = train(model, optimizer, schedule, range(3))
+    merakc.save(folder / "run", model, optimizer, schedule)
     before, count = whole(model), len(list(model.parameters()))
     shared = merakc.untie_layers(model, optimizer)
     losses += train(model, optimizer, schedule, range(3, 6))
@@ -100,21 +103,6 @@ def assert_same(ours: Tensors, plain: Tensors) -> None:
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("name", ["plain", *LAYOUTS])
-def test_every_layer_goes_on_by_itself(name: str) -> None:
-    losses, before, after = by_hand()
-    assert not torch.equal(after["blocks.0.1.weight"], after["blocks.3.1.weight"])
-    layout = LAYOUTS.get(name, {})
-    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
-    run = partial(pseudo_to_real, **layout)
-    found = run_ranks(ranks, run) if layout else [run()]
-    for own in found:
-        assert own[0] == pytest.approx(losses, abs=1e-10)
-        assert own[3:] == ((3 + 6, 3 + 4 * 6), found[0][4])
-    assert_same(found[0][1], before)
-    assert_same(found[0][2], after)
-
-
 def gone_on(folder: Path, **layout: Any) -> Any:
     """Losses and weights of a run that loads what was saved while layers shared, and does not."""
     model: Any = build(Words, seed=1)
@@ -128,20 +116,24 @@ def gone_on(folder: Path, **layout: Any) -> Any:
     return train(model, optimizer, schedule, range(3, 6)), whole(model)
 
 
-def test_a_checkpoint_of_tied_layers_gives_each_its_own(tmp_path: Path) -> None:
-    def tied() -> None:
-        model, optimizer, schedule = started(**LAYOUTS["zero-1"])
-        train(model, optimizer, schedule, range(3))
-        merakc.save(tmp_path / "run", model, optimizer, schedule)
-
-    run_ranks(2, tied)
-    losses, _, after = by_hand()
-    pipeline = {"dp": 1, "pp": 2, "micro_batches": 2}
-    for own, weights in (
-        gone_on(tmp_path),
-        run_ranks(2, partial(gone_on, tmp_path, **pipeline))[0],
-    ):
-        assert own == pytest.approx(losses[3:], abs=1e-10)
+@pytest.mark.parametrize("name", ["plain", *LAYOUTS])
+def test_every_layer_goes_on_by_itself(name: str, tmp_path: Path) -> None:
+    """In the run itself, and in others from its checkpoint of tied layers."""
+    losses, before, after = by_hand()
+    assert not torch.equal(after["blocks.0.1.weight"], after["blocks.3.1.weight"])
+    layout = LAYOUTS.get(name, {})
+    run = partial(pseudo_to_real, tmp_path, **layout)
+    found = run_ranks(2, run) if layout else [run()]
+    for own in found:
+        assert own[0] == pytest.approx(losses, abs=1e-10)
+        assert own[3:] == ((3 + 6, 3 + 4 * 6), found[0][4])
+    assert_same(found[0][1], before)
+    assert_same(found[0][2], after)
+    others = [gone_on(tmp_path)] if layout else []
+    if name == "zero-1":
+        others += run_ranks(2, partial(gone_on, tmp_path, dp=1, tp=2))[:1]
+    for later, weights in others:
+        assert later == pytest.approx(losses[3:], abs=1e-10)
         assert_same(weights, after)
 
 

@@ -24,7 +24,7 @@ from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.outside.caches import ROOM, cache_in
 from tests.battery.small_models import build, warm_up
 
-NEW, PADDED = 8, 2
+NEW, PADDED = 4, 2
 Tensors = dict[str, torch.Tensor]
 
 
@@ -87,34 +87,26 @@ def same(ours: Any, plain: Any) -> None:
     torch.testing.assert_close(ours[1], plain[1], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2, mistral])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
-def test_tokens_and_logits_are_those_of_the_plain_model(make: Any, how: Any) -> None:
-    same(
-        generated(parallel(make), prompts(), **how), generated(build(make).eval(), prompts(), **how)
-    )
+BEAMS: dict[str, Any] = {"num_beams": 2}
+GROWING: dict[str, Any] = {"cache_implementation": "dynamic"}  # takes a step for each token
 
 
 @pytest.mark.filterwarnings("ignore:merakc has compiled this model for")
-def test_a_cache_that_grows_takes_a_step_for_each_token() -> None:
-    for make in (llama, mistral):
-        how = {"cache_implementation": "dynamic"}
-        plain = generated(build(make).eval(), prompts(), **how)
-        same(generated(parallel(make), prompts(), **how), plain)
+@pytest.mark.parametrize("make", [llama, gpt2, mistral])
+def test_tokens_and_logits_are_those_of_the_plain_model(make: Any) -> None:
+    ours, plain = parallel(make), build(make).eval()
+    for how in ({}, BEAMS) if make is gpt2 else ({}, BEAMS, GROWING):
+        same(generated(ours, prompts(), **how), generated(plain, prompts(), **how))
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}])
-def test_on_ranks(layout: dict[str, int]) -> None:
-    for make in (llama, gpt2):
-        plain = generated(build(make).eval(), prompts())
-        for ours in run_ranks(2, lambda: generated(parallel(make, **layout), prompts())):  # noqa: B023
-            same(ours, plain)
-
-
-def test_tokens_of_two_axes_are_the_same() -> None:
-    plain = generated(build(llama).eval(), prompts(1))
-    ranks = run_ranks(4, lambda: generated(parallel(llama, tp=2, pp=2), prompts(1)))
-    for ours in ranks:
+@pytest.mark.parametrize(
+    ("make", "layout", "samples"),
+    [(llama, {"tp": 2, "pp": 2}, 1), (gpt2, {"dp": 2}, 2)],
+)
+def test_on_ranks(make: Any, layout: dict[str, int], samples: int) -> None:
+    ranks = 2 * len(layout)
+    plain = generated(build(make).eval(), prompts(samples))
+    for ours in run_ranks(ranks, lambda: generated(parallel(make, **layout), prompts(samples))):
         same(ours, plain)
 
 

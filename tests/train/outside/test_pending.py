@@ -57,14 +57,11 @@ def trained(options: dict[str, Any]) -> tuple[list[tuple[float, ...]], Tensors, 
 
 
 @pytest.mark.filterwarnings("ignore:the forward of Bare returns no loss")
-@pytest.mark.parametrize(
-    ("count", "options"),
-    [(1, {"micro_batches": 2}), (2, {"tp": 2}), (2, {"pp": 2, "micro_batches": 2})],
-)
-def test_a_plain_loop_trains_as_one_process(count: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2, "micro_batches": 2}], ids=str)
+def test_a_plain_loop_trains_as_one_process(options: dict[str, Any]) -> None:
     plain = build(Bare)
     wanted = loop(plain)
-    for steps, state, compiled in run_ranks(count, trained, options):
+    for steps, state, compiled in run_ranks(2, trained, options):
         assert compiled == 4, "the plan's, the outputs alone, and the two kinds of step"
         for ours, theirs in zip(steps, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-11)
@@ -280,43 +277,41 @@ def test_a_number_of_samples_is_that_of_the_batch() -> None:
     assert model.full_gradients()["last.bias"].tolist() == [1.0] * 3
 
 
-def of_whole(whole: bool, zero: str) -> tuple[float, float, Tensors]:
-    """With a number of Python's, a tensor of the loss's own, and a read before backward."""
+def of_parts() -> tuple[float, float, Tensors, str]:
+    """With a number of Python's, a tensor of the loss's own, and a read before backward; and what
+    ranks are told that read their parts.
+    """
     batch = words(0)
-    model = merakc.auto_parallel(build(Words), batch, dp=2, state_shards=zero, cluster=NOMINAL_CPU)
-    if whole:
-        model.read_whole_batches()
+    model = merakc.auto_parallel(
+        build(Words), batch, dp=2, state_shards="zero-1", cluster=NOMINAL_CPU
+    )
     logits = model(ids=batch["ids"])["logits"]
-    lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-    loss = lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
-    right = (logits.argmax(-1) == batch["labels"]).double().mean().item() if whole else 0.0
-    loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters()) if whole else loss
+    with pytest.raises(ConfigError) as told:
+        summed(logits, batch).backward()
+    model.read_whole_batches()
+    logits = model(ids=batch["ids"])["logits"]
+    right = (logits.argmax(-1) == batch["labels"]).double().mean().item()
+    loss = summed(logits, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
     loss.backward()
-    return loss.item(), right, model.full_gradients()
+    return loss.item(), right, model.full_gradients(), str(told.value)
 
 
-@pytest.mark.parametrize("zero", ["zero-0", "zero-1"])
-def test_dp_ranks_that_read_whole_batches_train_as_one_process(zero: str) -> None:
+def summed(logits: torch.Tensor, batch: Tensors) -> torch.Tensor:
+    """A sum over the labels, divided by the number of samples, and a mean over some of them."""
+    lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
+
+
+def test_dp_ranks_read_whole_batches_and_train_as_one_process_or_are_refused() -> None:
     model, batch = build(Words), words(0)
     logits = model(batch["ids"])["logits"]
-    lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-    loss = lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
     right = (logits.argmax(-1) == batch["labels"]).double().mean().item()
-    loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+    loss = summed(logits, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
     loss.backward()
-    found = run_ranks(2, of_whole, True, zero)
+    found = run_ranks(2, of_parts)
     assert [f[:2] for f in found] == [pytest.approx((loss.item(), right), rel=1e-12)] * 2
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[0][2][name], parameter.grad, rtol=1e-10, atol=1e-12)
-
-
-def refused_parts() -> str:
-    with pytest.raises(ConfigError) as told:
-        of_whole(False, "zero-0")
-    return str(told.value)
-
-
-def test_dp_ranks_that_read_their_parts_are_refused() -> None:
-    for told in run_ranks(2, refused_parts):
+    for *_, told in found:
         assert "numbers of Python in it are those of one data-parallel rank's samples" in told
         assert "read_whole_batches()" in told

@@ -17,7 +17,6 @@ from tests.battery.small_models import Tensors, assert_close, build, parallel, p
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero-1": {"dp": 2, "state_shards": "zero-1"},
     "tp": {"dp": 1, "tp": 2},
-    "pp": {"dp": 1, "pp": 2, "micro_batches": 2},
 }
 
 
@@ -75,7 +74,7 @@ def followed(model: nn.Module) -> tuple[list[float], list[Tensors]]:
     ]
     own = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
+    for step in range(2):
         train(model, optimizer, step)
         for average in averages:
             average.update_parameters(model)

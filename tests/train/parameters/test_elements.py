@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,9 @@ from merakc.train.parameters.elements import Elements
 from tests.train.parameters.test_norms import Tied, batch
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp 2": {"tp": 2},
-    "pp 2": {"pp": 2},
     "dp 2, zero-1": {"dp": 2, "state_shards": "zero-1"},
+    "dp 2, zero-3": {"dp": 2, "state_shards": "zero-3"},
     "tp 2 x pp 2": {"tp": 2, "pp": 2},
-    "dp 2, zero-3 x pp 2": {"dp": 2, "pp": 2, "state_shards": "zero-3"},
-    "dp 2": {"dp": 2},
 }
 Parameters = Iterable[nn.Parameter]
 
@@ -114,10 +112,26 @@ def test_numbers(name: str) -> None:
         torch.testing.assert_close(value, weights[key], rtol=1e-10, atol=1e-12)
 
 
-def kinds() -> tuple[set[type], str, bool]:
-    """The types of gradients, and what is said of a sum over some dims."""
+@dataclass
+class Told:
+    """What a rank finds out about the parts that it has."""
+
+    outside: tuple[type, type, str, str]
+    types: set[type]
+    refused: str
+    is_whole: bool
+    norms: list[float]
+    buffer: tuple[int, float, list[str]]
+
+
+def parts() -> Told:
     model = merakc.auto_parallel(Tied(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
     model(batch(0, 1))["loss"].backward()
+    return Told(outside(model), *kinds(model), with_nan(model), buffers())
+
+
+def kinds(model: merakc.ParallelModel) -> tuple[set[type], str, bool]:
+    """The types of gradients, and what is said of a sum over some dims."""
     gradient = model.get_parameter("a.weight").grad
     seen: list[type] = []
 
@@ -140,31 +154,16 @@ def kinds() -> tuple[set[type], str, bool]:
     return {type(gradient), *seen}, str(told.value), bool(torch.equal(again, whole))
 
 
-def test_a_step_sees_plain_tensors_and_an_error_in_it_leaves_no_trace() -> None:
-    for types, text, same in run_ranks(2, kinds):
-        assert types == {Elements, torch.Tensor}
-        assert "torch.sum is called on 'a.weight' or its gradient, of which this rank holds" in text
-        assert same
-
-
-def with_nan() -> list[float]:
-    model = merakc.auto_parallel(Tied(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
-    model(batch(0, 1))["loss"].backward()
+def with_nan(model: merakc.ParallelModel) -> list[float]:
+    """Norms of which one rank alone has something that is no number."""
     if model.rank == 1:
         plain(model.get_parameter("a.weight").grad).fill_(float("nan"))
     gradients = graded(model.parameters())
     return [float(torch.nn.utils.get_total_norm(gradients, kind)) for kind in (2.0, float("inf"))]
 
 
-def test_one_ranks_nan_is_in_every_norm() -> None:
-    for found in run_ranks(2, with_nan):
-        assert all(value != value for value in found)
-
-
-def outside() -> tuple[type, type, str, str]:
+def outside(model: merakc.ParallelModel) -> tuple[type, type, str, str]:
     """What a part is where it leaves the process, and how it is shown."""
-    model = merakc.auto_parallel(Tied(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
-    model(batch(0, 1))["loss"].backward()
     part = model.get_parameter("a.weight")
     with pytest.raises(ConfigError, match=r"torch\.pickle is called on 'a\.weight'"):
         pickle.dumps(part.T)
@@ -175,13 +174,6 @@ def outside() -> tuple[type, type, str, str]:
     model.load_state_dict({**model.state_dict(), "a.weight": copies[0]})
     assert torch.equal(plain(part), copies[0].to_local())
     return type(copies[0]), type(copies[1]), repr(part), f"{part.grad}"
-
-
-def test_a_part_says_so_outside_the_process() -> None:
-    for parameter, gradient, shown, gradient_shown in run_ranks(2, outside):
-        assert parameter is gradient is TensorPart
-        assert " elements of 'a.weight')" in shown
-        assert " elements of 'a.weight')" in gradient_shown
 
 
 class Scaled(nn.Module):
@@ -265,8 +257,8 @@ def on_stages(options: dict[str, Any]) -> tuple[list[float], list[float], float,
     return first, of_buffers(model), model(given).item(), told
 
 
-@pytest.mark.parametrize("options", [{"pp": 2, "tp": 1}, {"pp": 2, "tp": 2}], ids=str)
-def test_buffers_of_other_stages_are_counted(options: dict[str, Any]) -> None:
+def test_buffers_of_other_stages_are_counted() -> None:
+    options = {"pp": 2, "tp": 2}
     torch.manual_seed(0)
     plain_model, given = Marked(), batch(0, 1)
     plain_model(given).backward()
@@ -282,9 +274,20 @@ def test_buffers_of_other_stages_are_counted(options: dict[str, Any]) -> None:
         assert "of which this rank holds 0 of 1 elements" in told[1 - held]
 
 
-def test_buffers_speak_for_the_whole() -> None:
+def test_parts_speak_for_the_whole_and_say_so_outside_the_process() -> None:
+    """A step sees plain tensors, and an error in it leaves no trace."""
     wanted = Scaled().get_buffer("scale")
-    for held, number, told in run_ranks(2, buffers):
+    for found in run_ranks(2, parts):
+        parameter, gradient, shown, gradient_shown = found.outside
+        assert parameter is gradient is TensorPart
+        assert " elements of 'a.weight')" in shown
+        assert " elements of 'a.weight')" in gradient_shown
+        assert found.types == {Elements, torch.Tensor}
+        called = "torch.sum is called on 'a.weight' or its gradient, of which this rank holds"
+        assert called in found.refused
+        assert found.is_whole
+        assert all(value != value for value in found.norms), "a NaN of one rank is in every norm"
+        held, number, told = found.buffer
         assert held == 4, "of 8: tp splits it"
         assert number == pytest.approx(float(wanted.norm() + wanted.max()), rel=1e-12)
         assert all("on 'scale' or its gradient, of which this rank holds 4" in t for t in told)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -52,9 +52,10 @@ def averaged(model: Model, step: int) -> None:
     assert halved != loss_of(model)
 
 
-def trained(options: dict[str, Any], between: Callable[[Model, int], None] | None) -> list[float]:
-    torch.manual_seed(0)
-    model = built(**options)
+def trained(
+    model: Model, start: dict[str, torch.Tensor], between: Callable[[Model, int], None] | None
+) -> list[float]:
+    model.load_state_dict(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step in range(3):
@@ -68,24 +69,25 @@ def trained(options: dict[str, Any], between: Callable[[Model, int], None] | Non
     return found
 
 
-def all_ways(options: dict[str, Any]) -> dict[str, list[float]]:
+@dataclass
+class Found:
+    """The losses of each way, and what is told of memory held twice and of another wrapper."""
+
+    losses: dict[str, list[float]]
+    held_twice: str
+    wrapped: list[str]
+
+
+def all_ways(options: dict[str, Any]) -> Found:
+    torch.manual_seed(0)
+    model, start = built(**options), Tied().state_dict()
     ways = {"none": None, "all": all_replaced, "one": one_replaced, "averaged": averaged}
-    return {name: trained(options, way) for name, way in ways.items()}
+    losses = {name: trained(model, start, way) for name, way in ways.items()}
+    twice = held_twice(model) if options.get("state_shards") == "zero-0" else ""
+    return Found(losses, twice, wrapped(model) if "tp" in options else [])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"dp": 2, "state_shards": "zero-0"}, {"dp": 2, "state_shards": "zero-3"}, {"tp": 2}],
-    ids=str,
-)
-def test_training_goes_on(options: dict[str, Any]) -> None:
-    for found in run_ranks(2, partial(all_ways, options)):
-        assert found["none"][0] > found["none"][2]
-        assert all(losses == found["none"] for losses in found.values())
-
-
-def held_twice() -> str:
-    model = built(dp=2, state_shards="zero-0")
+def held_twice(model: Model) -> str:
     first, second, *_ = model.parameters()
     alias = second.data
     first.data = first.data.clone()
@@ -96,10 +98,32 @@ def held_twice() -> str:
     return str(told.value)
 
 
-def test_memory_that_something_else_holds() -> None:
-    for text in run_ranks(2, held_twice):
-        assert "was given other memory by .data =" in text
-        assert "p.data.copy_(values)" in text
+def wrapped(model: Model) -> list[str]:
+    said = []
+    for module in (model, nn.Sequential(model)):
+        with pytest.raises(ConfigError) as told:
+            nn.parallel.DistributedDataParallel(module)
+        said.append(str(told.value))
+    assert nn.parallel.DistributedDataParallel(nn.Linear(2, 2)).module is not None
+    return said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dp": 2, "state_shards": "zero-0"}, {"dp": 2, "state_shards": "zero-3"}, {"tp": 2}],
+    ids=str,
+)
+def test_training_goes_on(options: dict[str, Any]) -> None:
+    """But where something else holds the memory, or other parallelism is put around the model."""
+    for found in run_ranks(2, partial(all_ways, options)):
+        usual = found.losses["none"]
+        assert usual[0] > usual[2]
+        assert all(losses == usual for losses in found.losses.values())
+        if options.get("state_shards") == "zero-0":
+            assert "was given other memory by .data =" in found.held_twice
+            assert "p.data.copy_(values)" in found.held_twice
+        around = "DistributedDataParallel is put around a model that auto_parallel runs"
+        assert [around in text for text in found.wrapped] == [True] * 2 * ("tp" in options)
 
 
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
@@ -127,21 +151,6 @@ def test_what_is_refused(name: str) -> None:
     call, text = REFUSED[name]
     with pytest.raises(ConfigError, match=text.replace("'", "['\"]")):
         call(built())
-
-
-def wrapped() -> list[str]:
-    model, said = built(tp=2), []
-    for module in (model, nn.Sequential(model)):
-        with pytest.raises(ConfigError) as told:
-            nn.parallel.DistributedDataParallel(module)
-        said.append(str(told.value))
-    assert nn.parallel.DistributedDataParallel(nn.Linear(2, 2)).module is not None
-    return said
-
-
-def test_other_parallelism_around_it() -> None:
-    for text in chain.from_iterable(run_ranks(2, wrapped)):
-        assert "DistributedDataParallel is put around a model that auto_parallel runs" in text
 
 
 def test_torch_compile_leaves_a_compiled_step_as_it_is() -> None:

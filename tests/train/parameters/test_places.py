@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import merakc
-from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
 from merakc.errors import ConfigError
 from merakc.machines.cluster import NOMINAL_CPU
@@ -24,10 +25,11 @@ def warm() -> None:
     warm_up()
 
 
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-3"}, {"dp": 2, "tp": 2}]
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-3"}]
 
 
-def whole_and_back(layout: dict[str, Any]) -> None:
+def whole_and_back(layout: dict[str, Any], path: Path) -> None:
+    """And, on tp, own files; then all load the part of rank 0, which is the last thing they do."""
     model = parallel(partial(Words), words(0), **layout)
     wanted = build(partial(Words), seed=7).state_dict()
     found = model.load_state_dict(wanted)
@@ -56,29 +58,12 @@ def whole_and_back(layout: dict[str, Any]) -> None:
     state = optimizer.state_dict()["state"]
     parts = [v for s in state.values() for v in s.values() if isinstance(v, TensorPart)]
     assert bool(parts) == any(isinstance(v, TensorPart) for v in own.values())
+    if "tp" in layout:
+        own_files(model)
+        rank_0_saves_for_all(model, path)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_tensors_are_taken_in_parts(layout: dict[str, Any]) -> None:
-    size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
-    run_ranks(size, partial(whole_and_back, layout))
-
-
-def rank_0_saves_for_all(path: Path) -> None:
-    model = parallel(partial(Words), words(0), tp=2)
-    if model.rank == 0:
-        torch.save(model.state_dict(), path)
-    torch.distributed.barrier()
-    model.load_state_dict(torch.load(path))
-
-
-def test_rank_0s_part_is_not_loaded_by_others(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="saved by another rank or under another plan"):
-        run_ranks(2, partial(rank_0_saves_for_all, tmp_path / "rank0.pt"))
-
-
-def own_files() -> None:
-    model = parallel(partial(Words), words(0), tp=2)
+def own_files(model: merakc.ParallelModel) -> None:
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -90,8 +75,19 @@ def own_files() -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
-def test_each_rank_may_keep_a_file_of_its_own() -> None:
-    run_ranks(2, own_files)
+def rank_0_saves_for_all(model: merakc.ParallelModel, path: Path) -> None:
+    if model.rank == 0:
+        torch.save(model.state_dict(), path)
+    torch.distributed.barrier()
+    model.load_state_dict(torch.load(path))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_tensors_and_own_parts_are_taken(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank may keep a file of its own; the part of rank 0 is loaded by no other."""
+    refused = pytest.raises(RankError, match="saved by another rank or under another plan")
+    with refused if "tp" in layout else nullcontext():
+        run_ranks(2, partial(whole_and_back, layout, tmp_path / "rank0.pt"))
 
 
 def test_state_dicts_need_no_gradient() -> None:
@@ -100,13 +96,27 @@ def test_state_dicts_need_no_gradient() -> None:
     assert any(v.requires_grad for v in model.state_dict(keep_vars=True).values())
 
 
+class Normed(nn.Module):
+    """Channels and their statistics, which tp splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 2), nn.Flatten()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.layers(x).square().mean()
+
+
 def after_a_step(folder: Path) -> None:
-    """A net whose running statistics are split over tp, and written since dp ranks shared them."""
-    case = MODELS["resnet"]
+    """Running statistics are split over tp, and written since dp ranks shared them."""
+    given = {"x": torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double()}
     model = merakc.auto_parallel(
-        case.model(), case.batch(4), dp=2, tp=2, micro_batches=2, cluster=NOMINAL_CPU
+        build(Normed), given, dp=2, tp=2, micro_batches=2, cluster=NOMINAL_CPU
     )
-    model(**case.batch(4))["loss"].backward()
+    model(**given).backward()
     parts = [v for v in model.state_dict().values() if isinstance(v, TensorPart)]
     assert any(v.place.name.endswith("running_mean") for v in parts)
     assert not any(isinstance(v.local, TensorPart) for v in parts)
