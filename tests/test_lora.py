@@ -15,7 +15,7 @@ from torch import nn
 
 import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
-from benchmarks.models import MODELS, ModelCase
+from benchmarks.models import MODELS, Batch, ModelCase
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import (
     Reference,
@@ -30,13 +30,13 @@ from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.part import plain as held_part
 from merakc.runtime.shards import Bucket
+from merakc.train.model import ParallelModel
 
 # peft asks transformers by a name that transformers will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 RANK, SAMPLES, PARTS, STEPS = 2, 8, 4, 2
 BOUND = 1e-10
-LAYOUTS = (Mesh(dp=2), Mesh(tp=2), Mesh(pp=2))
 
 # A gradient, and what the optimizer keeps of it: what a frozen parameter does not need.
 TRAINING_COPIES = 1 + OPTIMIZER_STATES
@@ -76,6 +76,16 @@ CASES = {
     "frozen backbone, llama": _frozen("llama", "model"),
     "frozen middle, t5": _frozen("t5", "encoder"),
 }  # fmt: skip
+# Each in the layout that has most to do with what is special about it.
+LAYOUTS = {
+    "lora, llama": Mesh(tp=2),
+    "lora, gpt2": Mesh(tp=2),
+    "lora and a whole head, bert": Mesh(pp=2),
+    "frozen embeddings, gpt2": Mesh(dp=2),
+    "frozen and tied, llama": Mesh(pp=2),
+    "frozen backbone, llama": Mesh(pp=2),  # a stage trains nothing
+    "frozen middle, t5": Mesh(pp=2),
+}
 
 
 @cache
@@ -91,14 +101,7 @@ def _results(name: str, mesh: Mesh) -> list[Reference]:
     return run_ranks(mesh.world_size, train_layout, task)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [  # all that ranks do at once, and each by itself in turn
-        *((name, Mesh(tp=2, pp=2)) for name in CASES),
-        *((name, LAYOUTS[k % len(LAYOUTS)]) for k, name in enumerate(CASES)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "mesh"), LAYOUTS.items(), ids=str)
 def test_a_part_is_trained_as_in_one_process(name: str, mesh: Mesh) -> None:
     results = _results(name, mesh)
     losses = [result.losses for result in results]
@@ -112,18 +115,41 @@ def test_a_part_is_trained_as_in_one_process(name: str, mesh: Mesh) -> None:
 class _Held:
     """What one rank holds, and what its step did."""
 
-    coordinates: tuple[int, int, int]  # dp, stage, tp
+    leads: bool  # is the first of its tp ranks
     trained: int  # elements
     frozen: int
+    peak_bytes: int  # as predicted
     with_gradient: set[str]
     with_state: set[str]
     requiring: set[str]
     reduced: int  # elements of gradients that other ranks were asked for
-    peak_bytes: int
 
 
-def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
-    """One step on one rank; with `train_all` nothing is frozen."""
+def _elements(model: ParallelModel, *, trained: bool) -> int:
+    own = (p for p in model.parameters() if p.requires_grad is trained)
+    return sum(held_part(p).numel() for p in own)
+
+
+def _peak_bytes(model: ParallelModel, mesh: Mesh) -> int:
+    assert model.plan_file.prediction is not None
+    return model.plan_file.prediction.peak_bytes[mesh.coordinates(dist.get_rank())[1]]
+
+
+def _made(case: ModelCase, mesh: Mesh, *, train_all: bool) -> tuple[ParallelModel, Batch]:
+    """The model and the batch of one rank; with `train_all` nothing is frozen."""
+    model = case.model(torch.float64)
+    for parameter in model.parameters():
+        parameter.requires_grad_(train_all or parameter.requires_grad)
+    batch = split_batch(step_batch(case, SAMPLES, torch.float64, 0), mesh.dp)[0]
+    parallel = merakc.auto_parallel(
+        model, batch, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, micro_batches=PARTS // mesh.dp,
+        schedule="1f1b", recompute="none", state_shards="zero-0", cluster=NOMINAL_CPU,
+    )  # fmt: skip
+    return parallel, batch
+
+
+def _step(case: ModelCase, mesh: Mesh) -> tuple[_Held, int, int]:
+    """One step on one rank; and the elements and predicted bytes of it where nothing is frozen."""
     reduced: list[int] = []
     plain_reduce = Bucket.reduce
 
@@ -132,68 +158,58 @@ def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
         return plain_reduce(bucket, last=last)
 
     Bucket.reduce = reduce  # type: ignore[method-assign]  # in this rank, a process of its own
-    model = case.model(torch.float64)
-    for parameter in model.parameters():
-        parameter.requires_grad_(train_all or parameter.requires_grad)
-    batch = split_batch(step_batch(case, SAMPLES, torch.float64, 0), mesh.dp)[0]
     with lifted_casts():
-        parallel = merakc.auto_parallel(
-            model, batch, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, micro_batches=PARTS // mesh.dp,
-            schedule="1f1b", recompute="none", state_shards="zero-0", cluster=NOMINAL_CPU,
-        )  # fmt: skip
+        parallel, batch = _made(case, mesh, train_all=False)
         optimizer = optimizer_for(parallel)
         parallel(**batch)["loss"].backward()
         optimizer.step()
-    rank = dist.get_rank()
+        everything, _ = _made(case, mesh, train_all=True)
+    assert _elements(everything, trained=False) == 0
     held = dict(parallel.named_parameters())
-    dp, stage, tp = mesh.coordinates(rank)
-    assert parallel.plan_file.prediction is not None
-    return _Held(
-        (dp, stage, tp),
-        sum(held_part(p).numel() for p in held.values() if p.requires_grad),
-        sum(held_part(p).numel() for p in held.values() if not p.requires_grad),
+    own = _Held(
+        mesh.coordinates(dist.get_rank())[2] == 0,
+        _elements(parallel, trained=True),
+        _elements(parallel, trained=False),
+        _peak_bytes(parallel, mesh),
         {n for n, p in held.items() if p.grad is not None},
         {n for n, p in held.items() if p in optimizer.state},
         {n for n, p in held.items() if p.requires_grad},
         sum(reduced),
-        parallel.plan_file.prediction.peak_bytes[stage],
     )
+    return own, _elements(everything, trained=True), _peak_bytes(everything, mesh)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp=2, tp=2)], ids=str)
-@pytest.mark.parametrize("name", ["lora, llama", "lora, gpt2", "frozen and tied, llama"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("frozen embeddings, gpt2", Mesh(dp=2)),
+        ("lora, gpt2", Mesh(tp=2)),
+        ("frozen and tied, llama", Mesh(pp=2)),
+    ],
+    ids=str,
+)
 def test_frozen_weights_take_no_gradient_no_optimizer_memory_and_no_reduction(
     name: str, mesh: Mesh
 ) -> None:
+    """And the predicted memory has neither of them."""
     plain = dict(CASES[name].model().named_parameters())
     trained = {n for n, p in plain.items() if p.requires_grad}
     frozen = sum(p.numel() for n, p in plain.items() if n not in trained)
     ranks = run_ranks(mesh.world_size, _step, CASES[name], mesh)
-    assert set().union(*(rank.requiring for rank in ranks)) == trained
-    for rank in ranks:
+    assert set().union(*(rank.requiring for rank, *_ in ranks)) == trained
+    for rank, elements, peak_bytes in ranks:
         assert rank.with_gradient == rank.with_state == rank.requiring
         assert 0 < rank.frozen <= (frozen if mesh.tp == 1 else 0.6 * frozen)
         assert rank.reduced == (rank.trained if mesh.dp > 1 else 0)
-
-
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=2)], ids=str)
-def test_the_predicted_memory_has_no_gradients_and_states_of_what_is_frozen(mesh: Mesh) -> None:
-    case = CASES["lora, llama"]
-
-    def both() -> tuple[_Held, _Held]:
-        return _step(case, mesh), _step(case, mesh, train_all=True)
-
-    for part, everything in run_ranks(mesh.world_size, both):
-        assert everything.frozen == 0
-        assert everything.trained == part.trained + part.frozen
-        saved_bytes = everything.peak_bytes - part.peak_bytes
-        if part.coordinates[2] == 0:  # a plan predicts for the first tp rank
-            assert saved_bytes >= TRAINING_COPIES * part.frozen * torch.float64.itemsize
+        assert elements == rank.trained + rank.frozen
+        if rank.leads:  # a plan predicts for the first tp rank
+            saved_bytes = peak_bytes - rank.peak_bytes
+            assert saved_bytes >= TRAINING_COPIES * rank.frozen * torch.float64.itemsize
 
 
 def test_the_trained_weights_are_pefts_and_can_be_merged() -> None:
     case = CASES["lora, llama"]
-    weights = _results("lora, llama", Mesh(tp=2, pp=2))[0].weights
+    weights = _results("lora, llama", LAYOUTS["lora, llama"])[0].weights
     ours, plain = case.model(torch.float64), case.model(torch.float64)
     assert weights.keys() == ours.state_dict().keys()
     start = peft.get_peft_model_state_dict(plain)

@@ -21,11 +21,9 @@ from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS
 
 EVERY = {**ZOO, **MODELS}
 CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
-    ("mixtral", Mesh(tp=4), {}),
     ("mixtral", Mesh(tp=2, pp=2), {"recompute": "full"}),
-    ("mixtral", Mesh(dp=2, tp=2), {"offload": "activations", "recompute": "none"}),
-    ("gpt_oss", Mesh(tp=2), {"recompute": "full"}),
-    ("mixtral", Mesh(tp=2), {"recompute": "selective", "overlap": 2}),
+    ("mixtral", Mesh(tp=2), {"offload": "activations", "recompute": "none"}),
+    ("gpt_oss", Mesh(tp=2), {"recompute": "selective", "overlap": 2}),
 ]
 
 
@@ -72,7 +70,7 @@ def test_a_checkpoint_goes_on_with_other_ranks_of_experts(tmp_path: Path) -> Non
     """And weights are clipped by the norm of all experts."""
     wanted = _goes_on(tmp_path, {}, range(4))
     assert run_ranks(2, _goes_on, tmp_path, {"ep": 2}, range(2))[0][1] == pytest.approx(wanted[1])
-    for ranks, options in ((4, {"ep": 4}), (2, {"tp": 2}), (1, {"tp": 1})):
+    for ranks, options in ((4, {"ep": 4}), (2, {"tp": 2})):
         found = run_ranks(ranks, _goes_on, tmp_path, options, range(2, 4))[0]
         for own, other in zip(found, wanted[2:], strict=True):
             assert own == pytest.approx(other, rel=1e-10)

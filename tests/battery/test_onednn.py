@@ -68,9 +68,7 @@ def train(options: dict[str, Any]) -> tuple[float, Tensors, set[str]]:
     "options",
     [
         {},
-        {"micro_batches": 2},
         {"tp": 2},
-        {"pp": 2, "micro_batches": 2},
         {"pp": 2, "micro_batches": 2, "schedule": "zb-h1"},
         {"dp": 2, "state_shards": "zero-3"},
         {"compile": True, "micro_batches": 2},

@@ -25,7 +25,7 @@ from merakc.kernels import collectives
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request
-from merakc.planner.sources.source import Source, resized, source_of
+from merakc.planner.sources.source import Source, load_source, resized, source_of
 from merakc.runtime import executor
 from merakc.runtime.head import HeadRunner
 
@@ -43,7 +43,7 @@ def llama() -> Source:
 
 @cache
 def small_llama() -> Source:
-    """The same as small as it becomes, for what another size would show, too."""
+    """The same as small as it becomes, with casts of its own."""
     config = transformers.LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
@@ -52,47 +52,48 @@ def small_llama() -> Source:
     return source_of("llama", config, 16)
 
 
+@cache
+def two() -> Source:
+    return load_source("tests.small_source:small")
+
+
 def plan_of(source: Source, ranks: int, batch: int, **fixed: object) -> Plan:
     request = Request(ranks, 0, **fixed)  # type: ignore[arg-type]
     return plan_offline(source, request, batch, NOMINAL_GPU)[0].plan
 
 
-@cache
-def three_d() -> Plan:
-    return plan_of(
-        llama(), 16, 32, dp=4, tp=2, pp=2, micro_batches=8, schedule="zb-v", recompute="none",
-        sequence_parallel=True, state_shards="zero-2", overlap=0,
+def test_a_plan_of_more_ranks_is_equal_to_one_process_in_a_smaller_model() -> None:
+    plan = plan_of(
+        llama(), 8, 32, dp=4, pp=2, micro_batches=8, schedule="zb-v", recompute="none",
+        state_shards="zero-2",
     )  # fmt: skip
-
-
-def test_a_plan_of_all_axes_is_equal_to_one_process() -> None:
     told: list[str] = []
-    result = check_plan(three_d(), llama(), ranks=8, progress=told.append)
+    result = check_plan(plan, llama(), ranks=4, progress=told.append)
     assert result.equal, result
     checked = result.checked
-    assert (checked.dp, checked.tp, checked.pp, checked.schedule) == (2, 2, 2, "zb-v")
+    assert (checked.dp, checked.pp, checked.schedule) == (2, 2, "zb-v")
     assert str(checked.shards(0)) == "1, 2, 2"
-    assert checked.sequence_parallel
     assert [row.quantity for row in result.rows] == ["loss", "gradients", "weights"]
     assert all(row.limit == 1e-10 for row in result.rows)
     assert result.lowered["num_hidden_layers"] == (10, 8), "two for each of four stages"
     assert result.checked_parameters < result.parameters / 10
-    assert any("8 local ranks" in text for text in told)
+    assert any("4 local ranks" in text for text in told)
 
 
 @cache
 def flat() -> Plan:
     """One stage, for what needs no pipeline."""
-    return plan_of(small_llama(), 4, 8, dp=2, tp=2, pp=1, micro_batches=2, overlap=0)
+    return plan_of(two(), 4, 8, dp=2, tp=2, pp=1, micro_batches=2, overlap=0)
 
 
 def test_mixed_precision_is_compared_in_two_arithmetics() -> None:
     plan = plan_of(
-        small_llama(), 4, 8, dp=2, tp=2, pp=1, micro_batches=2, recompute="full",
-        state_shards="zero-3", precision=parse_precision("bf16-mixed"),
+        small_llama(), 2, 8, tp=2, micro_batches=2, recompute="full", sequence_parallel=True,
+        precision=parse_precision("bf16-mixed"),
     )  # fmt: skip
-    result = check_plan(plan, small_llama(), ranks=4)
+    result = check_plan(plan, small_llama(), ranks=2)
     assert result.equal, result
+    assert result.checked.sequence_parallel
     limits = {row.arithmetic: row.limit for row in result.rows}
     assert limits == {"float32": 1e-5, "float64": 1e-10}
     errors = {row.arithmetic: row.error for row in result.rows if row.quantity == "gradients"}
@@ -126,7 +127,7 @@ def _broken(fault: Callable[[], None], case: Case) -> Reference:
     ],
 )
 def test_a_fault_of_a_hundred_millionth_is_seen(fault: Callable[[], None], kinds: set[str]) -> None:
-    result = check_plan(flat(), small_llama(), ranks=2, train=partial(_broken, fault))
+    result = check_plan(flat(), two(), ranks=2, train=partial(_broken, fault))
     assert not result.equal
     assert kinds <= {row.quantity for row in result.rows if not row.passed}
     assert {row.arithmetic for row in result.rows} == {"float64", "float64, dp=2 alone"}
@@ -137,7 +138,7 @@ def test_a_fault_of_a_hundred_millionth_is_seen(fault: Callable[[], None], kinds
 
 
 def test_ranks_that_fail_are_no_equality() -> None:
-    result = check_plan(flat(), small_llama(), ranks=2, train=partial(_broken, _tear))
+    result = check_plan(flat(), two(), ranks=2, train=partial(_broken, _tear))
     assert not result.equal
     assert result.failed in {f"rank {k} failed: RuntimeError: torn" for k in (0, 1)}
 
@@ -154,22 +155,21 @@ class Normed(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(self.up(x))), labels)
 
 
-@pytest.mark.parametrize("normed", [True, False], ids=["batch norm", "layer norm"])
-def test_a_function_of_the_users_runs_as_it_is(normed: bool) -> None:
+def test_a_function_of_the_users_runs_as_it_is() -> None:
     torch.manual_seed(0)
     x, labels = torch.randn(8, 6), torch.arange(8) % 3
     labels[:3] = -100
     batch = {"x": x, "labels": labels}
     source = Source(
-        "mine", Normed(normed=normed), lambda samples: resized(batch, samples), example=batch
+        "mine", Normed(normed=True), lambda samples: resized(batch, samples), example=batch
     )
-    plan = plan_of(source, 4, 8, dp=2, pp=2, micro_batches=2)
-    result = check_plan(plan, source, ranks=4)
+    plan = plan_of(source, 2, 8, dp=2, micro_batches=2)
+    result = check_plan(plan, source, ranks=2)
     assert result.equal, result
     assert result.parameters == result.checked_parameters
     assert "the plain model in one process, on the whole batch" in result.compared_with
-    assert ("batch norm is over each micro-batch" in result.compared_with) is normed
-    assert any(row.quantity == "buffers" for row in result.rows) is normed
+    assert "batch norm is over each micro-batch" in result.compared_with
+    assert any(row.quantity == "buffers" for row in result.rows)
 
 
 class Pairs(nn.Module):
@@ -193,20 +193,22 @@ class Pairs(nn.Module):
 
 
 @cache
-def _pairs(couplings: Couplings = WHOLE_BATCH) -> tuple[Source, Plan]:
+def _pairs(dp: int = 1, couplings: Couplings = WHOLE_BATCH) -> tuple[Source, Plan]:
     x, y = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
     batch = {"x": x, "y": y}
     source = Source("pairs", Pairs(), lambda samples: resized(batch, samples), example=batch)
-    fixed = {"dp": 2, "pp": 2, "micro_batches": 2, "couplings": couplings}
-    return source, plan_of(source, 4, 16, **fixed)
+    fixed = {"dp": dp, "pp": 2, "micro_batches": 2, "couplings": couplings}
+    return source, plan_of(source, 2 * dp, 16, **fixed)
 
 
 def test_what_couples_the_batch_is_equal_with_its_hooks() -> None:
-    source, plan = _pairs()
+    source, plan = _pairs(dp=2)
     assert plan.head is not None
     result = check_plan(plan, source, ranks=4)
     assert result.equal, result
+    assert result.parameters == result.checked_parameters
     assert result.compared_with == "the plain model in one process, on the whole batch"
+    assert not any(row.quantity == "buffers" for row in result.rows)
 
 
 def _scale_heads() -> None:
@@ -224,7 +226,7 @@ def _swap_parts() -> None:
 @pytest.mark.parametrize("fault", [_scale_heads, _swap_parts])
 def test_a_fault_of_what_couples_is_seen(fault: Callable[[], None]) -> None:
     source, plan = _pairs()
-    result = check_plan(plan, source, ranks=4, train=partial(_broken, fault))
+    result = check_plan(plan, source, ranks=2, train=partial(_broken, fault))
     assert not result.equal
     assert not result.failed
     assert {row.quantity for row in result.rows if not row.passed} >= {"gradients"}
@@ -233,9 +235,9 @@ def test_a_fault_of_what_couples_is_seen(fault: Callable[[], None]) -> None:
 
 @pytest.mark.filterwarnings("ignore:by convention")  # as is looked at here
 def test_a_coupling_of_each_micro_batch_is_named() -> None:
-    source, plan = _pairs(PER_MICRO_BATCH)
+    source, plan = _pairs(couplings=PER_MICRO_BATCH)
     assert (plan.couplings, plan.head) == (PER_MICRO_BATCH, None)
-    result = check_plan(plan, source, ranks=4)
+    result = check_plan(plan, source, ranks=2)
     assert result.equal, result
     assert "micro-batch by micro-batch, averaged, as the plan says: each" in result.compared_with
     assert "test_check.py" in result.compared_with
@@ -289,8 +291,8 @@ def test_tensors_that_are_split_otherwise_are_named() -> None:
     name, layout = next(iter(flat().splits.items()))
     other = replace(flat(), splits={**flat().splits, name: "7 x 9*"})
     assert unlike_splits(flat(), flat()) == ()
-    smaller = replace(flat(), splits={n: t.replace("32", "16") for n, t in flat().splits.items()})
-    assert "32" in layout, layout
+    smaller = replace(flat(), splits={n: t.replace("16", "32") for n, t in flat().splits.items()})
+    assert "16" in layout, layout
     assert unlike_splits(flat(), smaller) == ()
     assert unlike_splits(flat(), other) == (name,) == unlike_splits(other, flat())
     assert unlike_splits(other, replace(flat(), tp=1)) == ()
@@ -298,5 +300,5 @@ def test_tensors_that_are_split_otherwise_are_named() -> None:
 
 def test_a_plan_of_another_model_is_refused() -> None:
     other = source_of("gpt2", transformers.GPT2Config(n_layer=2), 16)
-    with pytest.raises(PlanError, match=r"another graph \(LlamaForCausalLM\) than that of gpt2: "):
-        check_plan(flat(), other, ranks=8)
+    with pytest.raises(PlanError, match=r"another graph \(Two\) than that of gpt2: "):
+        check_plan(flat(), other, ranks=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import transformers
 
 from merakc.equality.shrink import (
@@ -24,9 +23,8 @@ def _structure(source: Source) -> frozenset[tuple[str, frozenset[str]]]:
     return structure(record(source.model, (), source.batch(2), repeated=False).graph)
 
 
-@pytest.mark.parametrize("name", ["llama-3-70b", "t5-11b"])
-def test_presets_become_small_and_stay_what_they_are(name: str) -> None:
-    source = load_source(name, 4096 if name == "llama-3-70b" else 256)
+def test_a_preset_becomes_small_and_stays_what_it_is() -> None:
+    source = load_source("llama-3-70b", 4096)
     told: list[str] = []
     found = shrink(source, 2, told.append)
     small = found[-1]
@@ -41,14 +39,13 @@ def test_presets_become_small_and_stay_what_they_are(name: str) -> None:
     lowered = changes(found[0], small)
     assert all(now < before for before, now in lowered.values())
     assert lowered["vocab_size"][1] >= 16
-    if name == "llama-3-70b":
-        assert small.source.config.max_position_embeddings >= small.source.sequence
+    assert small.source.config.max_position_embeddings >= small.source.sequence
 
 
 def test_a_configuration_inside_a_configuration_is_lowered() -> None:
     config = transformers.WhisperConfig(
-        encoder_layers=6, decoder_layers=6, d_model=384, encoder_attention_heads=6,
-        decoder_attention_heads=6, encoder_ffn_dim=1536, decoder_ffn_dim=1536,
+        encoder_layers=4, decoder_layers=4, d_model=192, encoder_attention_heads=6,
+        decoder_attention_heads=6, encoder_ffn_dim=768, decoder_ffn_dim=768,
     )  # fmt: skip
     source = source_of("whisper", config, 64)
     small = shrink(source, 1)[-1]

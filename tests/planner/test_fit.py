@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from merakc.errors import FitError
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
+from merakc.planner import fit
 from merakc.planner.choose import compare, state_precision
 from merakc.planner.fit import Fit, find_least, fit_error
 from merakc.planner.piece_table import PieceTable
@@ -76,9 +78,15 @@ def test_as_many_devices_as_are_said_would_do() -> None:
     ranks, opened = int(match[2]), replace(WHOLE, offload="auto")
     assert compare(replace(opened, world_size=ranks), record, limit).ranked
     assert not compare(replace(opened, world_size=ranks // 2), record, limit).ranked
-    assert "would not do (" in str(fit_error(WHOLE, record, with_bytes(10)))
+    with patch.object(fit, "MOST_TIMES", 4):
+        told = str(fit_error(WHOLE, record, with_bytes(10)))
+    assert "4 such devices would not do (nor would more)" in told
+    with patch.object(fit, "LOOKING_S", 0.01):
+        told = str(fit_error(WHOLE, record, with_bytes(10)))
+    assert "such devices would not do (more were not looked at)" in told
 
 
+@patch.object(fit, "MOST_TIMES", 2)  # as 100 bytes are too few for any number
 def test_ranks_that_share_their_memory_may_need_more_than_others() -> None:
     mesh = Mesh(pp=2)
     one = Fit(WHOLE, record, with_bytes(100), shared=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import groupby
 
 import pytest
@@ -23,6 +24,7 @@ from tests.recorded import one_of_several
 from tests.small_source import Two
 
 
+@cache
 def llama(samples: int) -> Recording:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=5,
@@ -35,11 +37,15 @@ def llama(samples: int) -> Recording:
 
 
 @pytest.mark.parametrize(
-    "form",
-    [Form(1), Form(2), Form(2, sequence_parallel=True), Form(2, context_parallel=True)],
+    ("form", "samples"),
+    [
+        (Form(1), 5),
+        (Form(2), 2),
+        (Form(2, sequence_parallel=True), 5),
+        (Form(2, context_parallel=True), 2),
+    ],
     ids=repr,
 )
-@pytest.mark.parametrize("samples", [2, 5])
 def test_pieces_are_those_of_the_plans_own_graph(form: Form, samples: int) -> None:
     found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
     lowered = make_plan(
