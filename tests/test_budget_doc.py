@@ -19,9 +19,9 @@ COLUMNS = {"--price": "price", "--tokens": "days", "--mfu": "MFU", "--near": "tp
 
 def _smaller(command: str) -> str:
     """On fewer devices."""
-    command = re.sub(r"--ranks \d+:\d+", "--ranks 4:8", command)
-    command = re.sub(r"--ranks \d+ ", "--ranks 8 ", command)
-    return command.replace("--from 64 --to 256", "--from 4 --to 8")
+    command = re.sub(r"--ranks \d+:\d+", "--ranks 2:4", command)
+    command = re.sub(r"--ranks \d+ ", "--ranks 4 ", command).replace("--tp 4", "--tp 2")
+    return command.replace("--from 64 --to 256", "--from 2 --to 4")
 
 
 def test_each_question_is_answered_by_a_command(

@@ -93,8 +93,6 @@ def _said(step: Any) -> Started:
 CASES: list[dict[str, Any]] = [
     {"dp": 2, "state_shards": (1, 1, 1)},
     {"dp": 2, "state_shards": (1, 1, 2), "micro_batches": 2},
-    {"dp": 2, "pp": 2, "state_shards": (1, 2, 2), "micro_batches": 4},
-    {"dp": 2, "pp": 2, "state_shards": (2, 2, 2), "micro_batches": 4, "schedule": "zb-h1"},
     {"dp": 2, "pp": 2, "state_shards": (2, 2, 2), "micro_batches": 2, "schedule": "zb-v",
      "recompute": "full", "precision": "bf16-mixed"},
     {"dp": 4, "state_shards": (2, 2, 4), "micro_batches": 2, "recompute": "full"},

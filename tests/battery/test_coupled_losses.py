@@ -51,8 +51,6 @@ def trained(name: str, options: dict[str, Any]) -> tuple[list[float], Tensors]:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("towers", {"dp": 2, "pp": 2}),
-        ("towers", {"dp": 2, "state_shards": (2, 2, 2)}),
         ("towers", {"tp": 2, "dp": 2, "state_shards": (1, 1, 2)}),
         ("routed", {"dp": 2, "pp": 2, "state_shards": (2, 2, 2), "recompute": "full"}),
         ("towers", {"pp": 2, "schedule": "auto"}),

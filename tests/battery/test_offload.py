@@ -81,7 +81,6 @@ def assert_same_bits(one: Found, other: Found) -> None:
     ("name", "options"),
     [
         ("gpt2", {"offload": "activations, 400 KiB", "recompute": "none"}),
-        ("gpt2", {"cluster": NOMINAL_GPU, "recompute": "none"}),
         ("llama", {"precision": "bf16-mixed", "recompute": "selective"}),
         ("llama", {"recompute": "0.6"}),
         ("gpt2", {"recompute": "full", "micro_batches": 2}),
@@ -102,17 +101,9 @@ def test_not_a_bit_changes_and_both_memories_are_as_predicted(
 
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"pp": 2, "micro_batches": 4, "schedule": "1f1b", "recompute": "none"},
     {"pp": 2, "micro_batches": 4, "schedule": "zb-h1", "recompute": "none"},
     {"pp": 2, "micro_batches": 4, "schedule": "1f1b", "recompute": "full", "cluster": NOMINAL_GPU},
     {"tp": 2, "overlap": 2, "recompute": "none", "sequence_parallel": True},
-    {
-        "tp": 2,
-        "overlap": 2,
-        "recompute": "none",
-        "cluster": NOMINAL_GPU,
-        "sequence_parallel": False,
-    },
     {"dp": 2, "state_shards": "zero-1", "recompute": "none", "precision": "bf16-mixed"},
 ]
 
@@ -126,7 +117,7 @@ def on_ranks() -> list[tuple[Found, Found]]:
 
     def trained(offload: str, **options: Any) -> Found:
         batch = words(0, batch_size=64)
-        model = parallel(lambda: Words(dropout=0.2), batch, offload=offload, **options)
+        model = parallel(lambda: Words(blocks=2, dropout=0.2), batch, offload=offload, **options)
         return found(model, part(batch, model))
 
     return [(trained("none", **own), trained("activations", **own)) for own in LAYOUTS]

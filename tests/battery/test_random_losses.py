@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from benchmarks.loss_cells import Verdict
 from benchmarks.random_losses import Tree, judge, trees
 
-EXAMPLES = 60
+EXAMPLES = 30
 
 
 # Shrinking takes minutes; the failing tree is printed, and `benchmarks.random_losses` finds short

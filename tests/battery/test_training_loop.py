@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.ranks import run_ranks
+from merakc.train.model import ParallelModel
 from tests.battery.small_models import (
     Tensors,
     Words,
@@ -23,7 +24,7 @@ from tests.battery.small_models import (
     words,
 )
 
-LAYOUTS = {"dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {"dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}}
 STEPS = 3
 
 
@@ -71,32 +72,40 @@ def loop(
     return losses
 
 
-def train_all(layout: dict[str, int]) -> list[tuple[list[float], Tensors]]:
+def made() -> nn.Module:
+    return Words(blocks=2)
+
+
+Trained = list[tuple[list[float], Tensors]]
+Clipped = list[tuple[float, Tensors]]
+
+
+def train_all(model: ParallelModel) -> Trained:
     found = []
-    model = parallel(Words, words(0), micro_batches=2, **layout)
     start = copy.deepcopy(model.state_dict())
     for optimizer in OPTIMIZERS.values():
         model.load_state_dict(start)
+        model.zero_grad()
         losses = loop(model, optimizer(model.parameters()), lambda batch: part(batch, model))
         found.append((losses, model.full_state_dict()))
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, *LAYOUTS.values()], ids=["one", *LAYOUTS])
-def test_unchanged_loop(layout: dict[str, int]) -> None:
-    ranks = run_ranks(math.prod(layout.values()), train_all, layout)
+def check_trained(ranks: list[Trained]) -> None:
     for k, optimizer in enumerate(OPTIMIZERS.values()):
-        plain = build(Words)
+        plain = build(made)
         losses = loop(plain, optimizer(plain.parameters()), lambda batch: batch)
         for rank in ranks:
             assert rank[k][0] == pytest.approx(losses, rel=1e-11)
         assert_close(ranks[0][k][1], plain.state_dict())
 
 
-def clip_all(layout: dict[str, int]) -> list[tuple[float, Tensors]]:
-    model = parallel(Words, words(0), micro_batches=2, **layout)
+NORMS = (2.0, math.inf, 1.0)
+
+
+def clip_all(model: ParallelModel) -> Clipped:
     found = []
-    for norm_type in (2.0, math.inf, 1.0):
+    for norm_type in NORMS:
         model.zero_grad()
         model(**part(words(0), model))["loss"].backward()
         norm = model.clip_grad_norm_(0.01, norm_type)
@@ -104,11 +113,9 @@ def clip_all(layout: dict[str, int]) -> list[tuple[float, Tensors]]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_clipping(layout: dict[str, int]) -> None:
-    ranks = run_ranks(2, clip_all, layout)
-    plain = build(Words)
-    for k, norm_type in enumerate((2.0, math.inf, 1.0)):
+def check_clipped(ranks: list[Clipped]) -> None:
+    plain = build(made)
+    for k, norm_type in enumerate(NORMS):
         plain.zero_grad()
         plain(**words(0))["loss"].backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
@@ -117,8 +124,7 @@ def test_clipping(layout: dict[str, int]) -> None:
         assert_close(ranks[0][k][1], gradients(plain))
 
 
-def evaluate(layout: dict[str, int]) -> dict[str, Any]:
-    model = parallel(Words, words(0), micro_batches=2, **layout)
+def evaluate(model: ParallelModel) -> dict[str, Any]:
     give = part(words(0), model)
     found: dict[str, Any] = {}
     model.eval()
@@ -136,10 +142,8 @@ def evaluate(layout: dict[str, int]) -> dict[str, Any]:
     return {**found, "gradients": model.full_gradients(), "dp": model.data_parallel_rank}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_evaluation_and_other_shapes(layout: dict[str, int]) -> None:
-    ranks = run_ranks(2, evaluate, layout)
-    plain = build(Words)
+def check_evaluated(ranks: list[dict[str, Any]], dp: int) -> None:
+    plain = build(made)
     out = plain(**words(0))
     out["loss"].backward()
     for rank in ranks:
@@ -147,13 +151,27 @@ def test_evaluation_and_other_shapes(layout: dict[str, int]) -> None:
         for name in ("eval", "no_grad", "loss"):
             assert rank[name].item() == pytest.approx(out["loss"].item(), rel=1e-12)
             assert rank[name].requires_grad == (name == "eval")  # as in one process
-        wanted = out["logits"].detach().chunk(layout.get("dp", 1))[rank["dp"]]
+        wanted = out["logits"].detach().chunk(dp)[rank["dp"]]
         for logits in rank["logits"]:
             torch.testing.assert_close(logits, wanted, rtol=1e-11, atol=1e-12)
         for batch in (words(1, 16), words(2, 8, 4)):
             loss = plain(**batch)["loss"].item()
             assert rank[str(tuple(batch["ids"].shape))] == pytest.approx(loss, rel=1e-12)
     assert_close(ranks[0]["gradients"], gradients(plain))
+
+
+def in_turn(layout: dict[str, int]) -> tuple[dict[str, Any], Clipped, Trained]:
+    """All of it on one model, whose weights the training changes last."""
+    model = parallel(made, words(0), micro_batches=2, **layout)
+    return evaluate(model), clip_all(model), train_all(model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_unchanged_loops_clipping_evaluation_and_other_shapes(layout: dict[str, int]) -> None:
+    evaluated, clipped, trained = zip(*run_ranks(2, in_turn, layout), strict=True)
+    check_evaluated([*evaluated], layout.get("dp", 1))
+    check_clipped([*clipped])
+    check_trained([*trained])
 
 
 def own_shapes() -> tuple[float, Tensors]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,24 @@ ARGUMENTS: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments(case: Case) -> None:
-    options, kind, texts = case
-    for found, text in refused(2, lambda: merakc.auto_parallel(build(Words), words(0), **options)):
-        assert found is kind
-        for part in texts:
-            assert part in text
+def all_refused(calls: Iterable[Callable[[], object]]) -> list[list[tuple[type[MerakError], str]]]:
+    """By call, what each of two ranks was told; one call after the other on the same ranks."""
+    calls = [*calls]
+    ranks = run_ranks(2, lambda: [errors_of(call) for call in calls], timeout_s=3 * TIMEOUT_S)
+    return [[*told] for told in zip(*ranks, strict=True)]
+
+
+def test_arguments() -> None:
+    calls = (
+        partial(merakc.auto_parallel, build(Words), words(0), **options)
+        for options, *_ in ARGUMENTS.values()
+    )
+    for (name, case), told in zip(ARGUMENTS.items(), all_refused(calls), strict=True):
+        _, kind, texts = case
+        for found, text in told:
+            assert found is kind, name
+            for part in texts:
+                assert part in text, name
 
 
 def test_arguments_are_refused_before_the_model_is_run() -> None:
@@ -92,11 +104,13 @@ def test_arguments_are_refused_before_the_model_is_run() -> None:
             merakc.auto_parallel(Untouched(), torch.zeros(4, 2), **options)
 
 
-@pytest.mark.parametrize("batch", [{}, {"ids": [1, 2]}, torch.zeros(())], ids=repr)
-def test_batch_without_tensors(batch: object) -> None:
-    for found, text in refused(2, lambda: merakc.auto_parallel(build(Words), batch)):
-        assert found is ConfigError
-        assert "no tensor with a batch dim" in text
+def test_batch_without_tensors() -> None:
+    batches: tuple[object, ...] = ({}, {"ids": [1, 2]}, torch.zeros(()))
+    calls = (partial(merakc.auto_parallel, build(Words), batch) for batch in batches)
+    for batch, told in zip(batches, all_refused(calls), strict=True):
+        for found, text in told:
+            assert found is ConfigError, batch
+            assert "no tensor with a batch dim" in text, batch
 
 
 class Chain(nn.Module):
@@ -249,17 +263,18 @@ def test_plan_for_another_number_of_ranks(plan_file: Path) -> None:
         assert "2 ranks (dp=1 x tp=1 x pp=2), 3 were started" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("pp", 1), ("tp", 2), ("micro_batches", 4), ("schedule", "gpipe"), ("recompute", "full")],
-)
-def test_arguments_against_the_plan(plan_file: Path, name: str, value: object) -> None:
-    options: dict[str, Any] = {name: value}
-    for found, text in refused(
-        2, lambda: merakc.auto_parallel(build(Words), words(0), plan=plan_file, **options)
-    ):
-        assert found is ConfigError
-        assert f"{name}={value} contradicts the plan's {name}=" in text
+def test_arguments_against_the_plan(plan_file: Path) -> None:
+    values: dict[str, Any] = {
+        "pp": 1, "tp": 2, "micro_batches": 4, "schedule": "gpipe", "recompute": "full",
+    }  # fmt: skip
+    calls = (
+        partial(merakc.auto_parallel, build(Words), words(0), plan=plan_file, **{name: value})
+        for name, value in values.items()
+    )
+    for (name, value), told in zip(values.items(), all_refused(calls), strict=True):
+        for found, text in told:
+            assert found is ConfigError, name
+            assert f"{name}={value} contradicts the plan's {name}=" in text
 
 
 def test_a_plan_goes_round(plan_file: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_a_limit_ends_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(choose, "_improved", endless)
     assert "the search was stopped: others may be faster" in run(
-        *ASKED, "-o", str(tmp_path / "a.json"), "--limit", "20"
+        *ASKED, "-o", str(tmp_path / "a.json"), "--limit", "8"
     )
     monkeypatch.setattr(choose, "find_candidates", endless)
     said = run(*ASKED, "-o", str(tmp_path / "b.json"), "--limit", "1", code=STOPPED)

@@ -6,13 +6,15 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from merakc.cli import verify as module
 from merakc.cli.app import app
-from merakc.equality.check import CheckResult, Row
+from merakc.equality.check import CheckResult, Row, check_plan
 from merakc.ir.plan_file import load_plan
 
 SOURCE = "tests.small_source:small"
@@ -33,12 +35,22 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def test_a_right_plan_is_equal(file: str) -> None:
-    printed = run("verify", file, SOURCE)
+def test_a_right_plan_is_equal(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[CheckResult] = []
+
+    def kept(*given: Any, **options: Any) -> CheckResult:
+        results.append(check_plan(*given, **options))
+        return results[-1]
+
+    monkeypatch.setattr(module, "check_plan", kept)
+    printed = run("verify", file, SOURCE, "--ranks", "2")
     assert "equal to one process" in printed
     assert "state shards 1, 2, 2" in printed
-    assert "training on 4 local ranks, float64" in printed
-    found = CliRunner().invoke(app, ["verify", file, SOURCE, "--ranks", "2", "--json"])
+    assert "training on 2 local ranks, float64" in printed
+    asked = Mock(return_value=results[0])  # the same, as another command shows it
+    monkeypatch.setattr(module, "check_plan", asked)
+    found = CliRunner().invoke(app, ["verify", file, SOURCE, "--json"])
+    assert asked.call_args.kwargs["ranks"] == 8  # as many as there may be
     body = json.loads(found.stdout)
     assert body["equal"] is True
     assert body["checked"]["tp"] == 2

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from merakc.equality.compare import worst_difference
+from merakc.equality.compare import Reference, worst_difference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.references import Yardstick, yardstick
 from merakc.equality.train import Case, train_on_rank
@@ -66,9 +68,12 @@ def case(*terms: str, couplings: Couplings = WHOLE_BATCH) -> Case:
 
 
 def distance(tried: Case, reference: Yardstick) -> float:
-    """Between a plan and its reference, each on a rank of its own."""
-    (ours,) = run_ranks(1, train_on_rank, tried)
-    (wanted,) = run_ranks(1, reference.train, tried)
+    """Between a plan and its reference, on a rank."""
+
+    def both() -> tuple[Reference, Reference]:
+        return train_on_rank(deepcopy(tried)), reference.train(tried)
+
+    ((ours, wanted),) = run_ranks(1, both)
     return worst_difference(ours, [ours.losses], wanted, 1e-10).error
 
 

@@ -34,7 +34,7 @@ def recording(samples: int) -> Recording:
 
 
 def test_the_fastest_plan_that_fits_is_taken() -> None:
-    request = Request(4, BATCH_SIZE)
+    request = Request(2, BATCH_SIZE)
     best = choose(request, recording, NOMINAL_CPU)
     assert best.plan.mesh in meshes(request)
     assert best.prediction is not None
