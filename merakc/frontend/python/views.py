@@ -12,6 +12,7 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import ref
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -49,7 +50,8 @@ class Views:
 
     def __init__(self) -> None:
         self._known: MutableMapping[Tensor, View] = WeakTensorKeyDictionary()
-        self._registered: dict[int, list[Registered]] = {}
+        # By memory, and weakly: a rank keeps no whole weights for what may be views of them.
+        self._registered: dict[int, list[tuple[str, ref[Tensor]]]] = {}
 
     def find(self, registered: Sequence[Registered], held: Iterable[Tensor]) -> None:
         """Notes which of the tensors that are `held` are views of what is registered."""
@@ -57,7 +59,7 @@ class Views:
         for one in registered:
             if has_memory(one.real):
                 memory = one.real.untyped_storage()._cdata
-                self._registered.setdefault(memory, []).append(one)
+                self._registered.setdefault(memory, []).append((one.name, ref(one.real)))
         for tensor in held:
             self._note(tensor)
 
@@ -83,8 +85,8 @@ class Views:
     def _note(self, tensor: Tensor) -> None:
         if not self._registered or not has_memory(tensor):
             return
-        for one in self._registered.get(tensor.untyped_storage()._cdata, ()):
-            if overlap(one.real, tensor):
-                first = int(tensor.storage_offset() - one.real.storage_offset())
-                itself = one.real is tensor
-                self._known[tensor] = View(one.name, first, tensor._version, itself)
+        for name, weak in self._registered.get(tensor.untyped_storage()._cdata, ()):
+            real = weak()
+            if real is not None and overlap(real, tensor):
+                first = int(tensor.storage_offset() - real.storage_offset())
+                self._known[tensor] = View(name, first, tensor._version, real is tensor)
