@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from merakc.errors import MismatchError
+from merakc.files.elements import bytes_of
 from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
 from merakc.runtime.state import digest
@@ -349,7 +350,7 @@ def _sample(tensor: torch.Tensor, step: int) -> Any:
     if stride > 1:
         whole = flat.numel() // _BLOCK * _BLOCK
         flat = flat[:whole].view(-1, _BLOCK)[step % stride :: stride]
-    return flat.cpu().contiguous().view(torch.uint8).numpy()
+    return bytes_of(flat).numpy()
 
 
 def settings_of(optimizer: Optimizer, names: Container[str] | None = None) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from zlib_ng import zlib_ng
 
+from merakc.files.elements import bytes_of
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups, reduce_tensors
@@ -49,16 +50,13 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """SHA-256 of the elements' bytes, in order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
+        found.update(bytes_of(tensor).numpy().tobytes())
     return found.hexdigest()
 
 
 def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
     """The CRC-32 of a tensor's elements in row-major order, behind those of which `crc` is."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib_ng.crc32(flat.numpy(), crc)
+    return zlib_ng.crc32(bytes_of(tensor).numpy(), crc)
 
 
 def joined(

@@ -224,6 +224,12 @@ class GraphBuilder:
                 f"a tensor is read that lies in the memory of '{view.of}' as {tensor.dtype}",
                 "make it of that in the forward",
             )
+        if base.stride() != view.strides:
+            raise self._error(
+                f"a tensor is read that is a view of '{view.of}', whose elements do not lie close "
+                "together",
+                f"make '{view.of}' contiguous(), or the view in the forward",
+            )
         if base.requires_grad:
             whole, base, detached = base, base.detach(), "aten.detach.default"
             ref = self._emit(detached, (self._ref(whole),), {}, (base,))

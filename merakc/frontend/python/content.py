@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from merakc.errors import RecordError
+from merakc.files.elements import bytes_of
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
@@ -248,7 +249,7 @@ def content_hash(tensor: Tensor) -> str:
     form = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.is_meta:
         return form
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = bytes_of(tensor).numpy().tobytes()
     return f"{form} {hashlib.sha256(data).hexdigest()}"
 
 

@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 import torch
 
+from merakc.files.elements import bytes_of
 from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.plan import GraphId
 
@@ -66,8 +67,8 @@ def _describe(item: Input, value: torch.Tensor | None) -> str:
     text = f"{item} {item.requires_grad}"
     if value is None:
         return text
-    # Bytes, since a mask may hold millions of numbers; a 0-dim tensor has none to view.
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Bytes, since a mask may hold millions of numbers.
+    data = bytes_of(value).numpy().tobytes()
     return f"{text} {_digest(data)}"
 
 

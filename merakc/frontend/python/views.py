@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from merakc.errors import RecordError
+from merakc.frontend.python.content import content_hash
 from merakc.frontend.python.plain_tensors import has_memory, overlap
 
 
@@ -35,14 +37,15 @@ class Registered(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor from an offset on in the one `of` that name, or that one itself; `version` counts
-    writes to it.
+    """A tensor from the offset `first` on in the one `of` that name, which has these strides, or
+    that one itself; `content` is a hash of its elements.
     """
 
     of: str
     first: int
-    version: int
+    strides: tuple[int, ...]
     itself: bool
+    content: str
 
 
 class Views:
@@ -67,7 +70,7 @@ class Views:
         """What a tensor is a view of. Raises `RecordError` where it was written to by itself."""
         self._note(tensor)
         view = self._known.get(tensor)
-        if view is not None and view.version != tensor._version:
+        if view is not None and view.content != _content(tensor):
             raise RecordError(
                 f"a tensor was written to that is a view of '{view.of}', which has memory of its "
                 f"own in the model that trains: write to '{view.of}' of that model"
@@ -77,9 +80,9 @@ class Views:
     def copied(self, memo: dict[int, Any]) -> Views:
         """Those of a deep copy of the model, of which this is the memo."""
         other = copy(self)
-        pairs = [(memo[id(x)], view) for x, view in self._known.items() if id(x) in memo]
-        own = {x: replace(view, version=x._version) for x, view in pairs}
-        other._known = WeakTensorKeyDictionary(own)
+        other._known = WeakTensorKeyDictionary(
+            {memo[id(x)]: view for x, view in self._known.items() if id(x) in memo}
+        )
         return other
 
     def _note(self, tensor: Tensor) -> None:
@@ -89,4 +92,11 @@ class Views:
             real = weak()
             if real is not None and overlap(real, tensor):
                 first = int(tensor.storage_offset() - real.storage_offset())
-                self._known[tensor] = View(name, first, tensor._version, real is tensor)
+                itself, content = real is tensor, _content(tensor)
+                self._known[tensor] = View(name, first, real.stride(), itself, content)
+
+
+def _content(tensor: Tensor) -> str:
+    """A hash of its elements, of which the recording that asks has nothing."""
+    with _disable_current_modes():
+        return content_hash(tensor)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import CheckpointError
+from merakc.files.elements import bytes_of
 from merakc.frontend.record import aliases_of
 from merakc.runtime.part import TensorPart, place_of
 from merakc.train.checkpoints.codec import encode
@@ -248,9 +249,9 @@ def extras_digest(found: Any, tensors: Tensors) -> str:
     """What tells whether two ranks have the same extras."""
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
     for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
+        value = tensors[name]
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(value).numpy().tobytes())
     return digest.hexdigest()
 
 

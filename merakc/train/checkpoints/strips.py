@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from merakc.files.elements import bytes_of
+
 LEAST_RUN_BYTES = 1 << 20  # longer ones are written where they belong
 STRIP_BYTES = 4 << 20
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it starts in its tensor, and its sizes
@@ -81,7 +83,7 @@ def runs_of(
     size = data.element_size()
     strides = [n * size for n in torch.empty(tuple(shape), device="meta").stride()]
     first = sum(a * n for a, n in zip(box[0], strides, strict=True))
-    rows = data.reshape(-1).view(torch.uint8).view(math.prod(counts), -1)
+    rows = bytes_of(data).view(math.prod(counts), -1)
     for place, row in zip(product(*map(range, counts)), rows, strict=True):
         yield first + sum(i * n for i, n in zip(place, strides, strict=False)), row
 
@@ -220,8 +222,7 @@ class _Meeting:
             self.uses[key] -= 1
             try:
                 if key not in self.boxes:
-                    data = self.box_of(*key).contiguous()
-                    self.boxes[key] = data.reshape(-1).view(torch.uint8).view(*box[1], -1)
+                    self.boxes[key] = bytes_of(self.box_of(*key)).view(*box[1], -1)
                 found.append(_within(self.boxes[key], part, box[0]))
                 if not self.uses[key]:
                     del self.boxes[key]

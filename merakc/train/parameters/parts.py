@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from merakc.files.elements import bytes_of
 from merakc.ir.boxes import Box
 from merakc.ir.layout import whole_layout
 from merakc.runtime.groups import Groups, together
@@ -138,4 +139,4 @@ def rows_of(tensor: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
 
 
 def _bytes(rows: torch.Tensor) -> memoryview:
-    return memoryview(rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(bytes_of(rows).numpy())  # type: ignore[arg-type]
