@@ -33,14 +33,13 @@ from merakc.machines.cluster import Cluster, Hardware
 from merakc.machines.cluster_files import hardware_for, preset
 from merakc.planner.candidates import (
     Candidates,
-    Shortage,
     find_candidates,
     open_strategies,
-    price_strategy,
 )
 from merakc.planner.choose import state_precision
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable
+from merakc.planner.pricing import Shortage, outlook_of, price
 from merakc.planner.request import Request
 from merakc.planner.search import cut_layout, improve, with_memory
 from merakc.planner.sources.source import Source
@@ -100,12 +99,12 @@ def against_all(
     precision = state_precision(record, request)
     best_s, count = math.inf, 0
     for strategy in open_strategies(Candidates(table), request, hardware):
-        priced = price_strategy(table, strategy, request, hardware, precision)
+        looked = outlook_of(table, strategy, request, hardware, precision)
+        priced = price(looked, request, hardware)
         if isinstance(priced, Shortage):
             continue
         count += 1
         say(f"{kind} on {ranks} devices: layout {count}")
-        assert priced is not None
         asked = request.decided(priced.strategy)
         best_s = min(best_s, *of_layout(request, asked, record, machines))
     name = f"{kind}, {ranks} x {cluster}"

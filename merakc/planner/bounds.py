@@ -26,10 +26,10 @@ class Bounds:
 
     def of(self, strategy: Strategy) -> float:
         """Of one strategy: as if each rank were as much faster than the first as in the piece of
-        which that holds most.
+        which that holds most. The last rank's first work waits for forwards on all others.
         """
         devices = rank_devices(self.hardware, strategy.mesh)
-        total_s, seconds = self._seconds(strategy, devices[0])
+        forward_s, seconds = self._seconds(strategy, devices[0])
         speeds = {
             device: max(
                 (
@@ -41,19 +41,23 @@ class Bounds:
             )
             for device in dict.fromkeys(devices)
         }
+        total_s = sum(seconds)
         step_s = strategy.micro_batches * total_s / sum(speeds[device] for device in devices)
+        before = (strategy.pp - 1) / strategy.stage_count
+        step_s += before * forward_s / max(speeds.values())
         return step_s / strategy.total_batch_size
 
     def _seconds(self, strategy: Strategy, device: Device) -> tuple[float, list[float]]:
-        """Of a micro-batch on one device, and of each different piece."""
+        """Of a micro-batch's forward on one device, and of each piece."""
         key = strategy.form, strategy.samples, device
         if key not in self.known:
             ranks, tp = len(self.hardware.devices), strategy.tp
             place = rank_place(self.hardware, ranks, tp, device=device)
             pieces = self.table.pieces(strategy.form, strategy.samples)
             costs = {k: piece_cost(p, place) for k, p in {id(p): p for p in pieces}.items()}
-            seconds = {k: c.forward_s + c.backward_s for k, c in costs.items()}
-            self.known[key] = sum(seconds[id(p)] for p in pieces), list(seconds.values())
+            each = [costs[id(piece)] for piece in pieces]
+            seconds = [cost.forward_s + cost.backward_s for cost in each]
+            self.known[key] = sum(cost.forward_s for cost in each), seconds
         return self.known[key]
 
 

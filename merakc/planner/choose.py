@@ -19,10 +19,10 @@ from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
-from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates
-from merakc.planner.estimate import rank_of
+from merakc.planner.candidates import Candidates, find_candidates
 from merakc.planner.forms import open_forms
 from merakc.planner.piece_table import PieceTable
+from merakc.planner.pricing import FAR, Candidate
 from merakc.planner.request import Request, meshes
 from merakc.planner.search import (
     Record,
@@ -34,6 +34,7 @@ from merakc.planner.search import (
     standing,
 )
 from merakc.schedules.bound import lower_bound_s
+from merakc.schedules.known_orders import rank_of
 from merakc.schedules.timing import make_pipeline
 from merakc.simulation.nccl import verify_calls
 

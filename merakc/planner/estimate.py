@@ -47,8 +47,7 @@ from merakc.ir.state import UNSHARDED, StateShards
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Device, Hardware, Sharing
 from merakc.schedules.bound import lower_bound_s
-from merakc.schedules.known_orders import KnownOrders, known_orders
-from merakc.schedules.registry import stage_ranks
+from merakc.schedules.known_orders import KnownOrders, known_orders, name_of, rank_of
 from merakc.schedules.timing import make_pipeline, run_orders
 
 
@@ -91,6 +90,11 @@ class Estimate:
     peak_bytes: tuple[int, ...]
     stages: tuple[StageCost, ...] = field(repr=False)
     source: Literal["formula", "measured"] = "formula"
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of the step in which an average rank waits for others."""
+        return self.pipeline_s * self.bubble_share
 
 
 @dataclass(frozen=True)
@@ -281,11 +285,13 @@ class _Run:
     peak_bytes: tuple[int, ...]
 
 
-def least_seconds(job: Job) -> float:
+def least_seconds(job: Job, shards: StateShards | None = None) -> float:
     """Seconds of a step's micro-batches at the least: in any order of work on these stages, with
-    the least recomputation, whatever the shards of the state.
+    the least recomputation that leaves room for the state, if its shards are given.
     """
-    costs = [replace(cost, static_bytes=0) for cost in job.stages(UNSHARDED)]
+    costs = job.stages(shards or UNSHARDED)
+    if shards is None:
+        costs = [replace(cost, static_bytes=0) for cost in costs]
     pipeline = make_pipeline(job.rank_of, costs, job.strategy.micro_batches, _links(job))
     return lower_bound_s(pipeline, job.memory_bytes)
 
@@ -308,11 +314,9 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
     if job.framework.whole_batch:  # all are in memory at once
         left = 0
     again: tuple[int, ...] = ()
-    if recompute == "full":
+    if recompute in ("full", "stage"):
         again = tuple(range(len(stages)))
-    if recompute == "stage":
-        again = tuple(range(len(stages)))
-    elif recompute in IN_BACKWARD:
+    if recompute in IN_BACKWARD:
         stages = [keep.within_backward(cost) for cost in job.stages(shards, by_block=True)]
         if recompute == "budget":
             flying = _orders(job, total - left).in_flight
@@ -328,10 +332,16 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
         fewer = _orders(job, total - left - period, again)
         seconds += left / period * (seconds - _end_s(fewer, stages, links))
     mean = total / period
-    spent_s = sum(c.forward_s + c.backward_s for c in stages)
-    spent_s += sum(stages[k].recompute_s for k in again)
-    again_s = spent_s - sum(c.forward_s + c.backward_s for c in whole)
-    return _Run(seconds, mean * spent_s, mean * again_s, orders.peak_bytes(stages))
+    works = [cost.forward_s + cost.backward_s for cost in stages]
+    for k in again:
+        works[k] += stages[k].recompute_s
+    again_s = sum(works) - sum(c.forward_s + c.backward_s for c in whole)
+    of_ranks = [0.0] * period
+    for rank, work_s in zip(job.rank_of, works, strict=True):
+        of_ranks[rank] += work_s
+    # No rank is done before its own work, which few micro-batches may not show.
+    seconds = max(seconds, total * max(of_ranks))
+    return _Run(seconds, mean * sum(works), mean * again_s, orders.peak_bytes(stages))
 
 
 def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:
@@ -346,21 +356,9 @@ def _orders(job: Job, micro_batches: int, again: tuple[int, ...] = ()) -> KnownO
     """The order of work of each rank, where these stages recompute."""
     strategy = job.strategy
     return known_orders(
-        _name(strategy), strategy.pp, micro_batches, strategy.chunks, again,
+        name_of(strategy), strategy.pp, micro_batches, strategy.chunks, again,
         whole_batch=job.framework.whole_batch,
     )  # fmt: skip
-
-
-def _name(strategy: Strategy) -> str:
-    """The schedule; 1F1B of several stages a rank is interleaved."""
-    is_plain = strategy.schedule == "1f1b" and strategy.chunks > 1
-    return "interleaved-1f1b" if is_plain else strategy.schedule
-
-
-def rank_of(strategy: Strategy) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    chunks = strategy.chunks if strategy.chunks > 1 else None
-    return stage_ranks(_name(strategy), strategy.pp, chunks)
 
 
 def state_seconds(job: Job, shards: StateShards) -> tuple[float, float]:

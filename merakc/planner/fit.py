@@ -17,11 +17,12 @@ from merakc.ir.program import Mesh
 from merakc.ir.state import AUTO, UNSHARDED
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Cluster, Hardware
-from merakc.planner.candidates import Candidates, job_of, open_strategies, state_choices
+from merakc.planner.candidates import Candidates, open_strategies
 from merakc.planner.choose import state_precision
 from merakc.planner.estimate import estimate_job
 from merakc.planner.host_estimate import host_for, without_state
 from merakc.planner.piece_table import PieceTable
+from merakc.planner.pricing import job_of, state_choices
 from merakc.planner.request import Request
 from merakc.planner.search import Record
 from merakc.report.units import format_bytes

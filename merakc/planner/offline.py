@@ -18,10 +18,11 @@ from merakc.lowering.lowered import Lowered
 from merakc.lowering.recording import record_part, with_loss
 from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
-from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
+from merakc.planner.candidates import RUNNERS_UP, Candidates
 from merakc.planner.choose import Patience, Progress, choose, compare
 from merakc.planner.fit import fit_error
 from merakc.planner.piece_table import PieceTable
+from merakc.planner.pricing import Candidate
 from merakc.planner.request import Request, check_request
 from merakc.planner.sources.source import Source
 from merakc.report.units import format_seconds

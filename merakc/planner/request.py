@@ -66,6 +66,11 @@ class Request:
             del asked["offload"]
         return {name: value for name, value in asked.items() if value not in (None, AUTO, ())}
 
+    @property
+    def makes_orders(self) -> bool:
+        """Whether orders of work may be made for pipelines."""
+        return self.schedule == AUTO and self.recompute in ("auto", "none")
+
     def decided(self, strategy: Strategy, *, state: bool = True) -> Request:
         """The request with everything fixed that a strategy decides; collectives block.
 

@@ -266,8 +266,7 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
 
 def _order_is_open(request: Request, plan: Plan) -> bool:
     """Whether an order of work may be made."""
-    is_open = request.schedule == "auto" and request.recompute in ("auto", "none")
-    return is_open and plan.pp > 1
+    return request.makes_orders and plan.pp > 1
 
 
 def _ordered(

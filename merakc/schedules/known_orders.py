@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from merakc.ir.costs import StageCost
 from merakc.ir.program import COMPUTES
-from merakc.schedules.registry import make_orders
+from merakc.ir.strategy import Strategy
+from merakc.schedules.registry import make_orders, stage_ranks
 from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, Work
 
 Integers = npt.NDArray[np.int64]
@@ -127,3 +128,15 @@ def known_orders(
     works = [np.array(order, dtype=np.int64).reshape(-1, 2).T for order in orders]
     kinds, units = ([np.ascontiguousarray(own[k]) for own in works] for k in (0, 1))
     return KnownOrders(rank_of, micro_batches, tuple(kinds), tuple(units))
+
+
+def name_of(strategy: Strategy) -> str:
+    """The schedule of a strategy; 1F1B of several stages a rank is interleaved."""
+    is_plain = strategy.schedule == "1f1b" and strategy.chunks > 1
+    return "interleaved-1f1b" if is_plain else strategy.schedule
+
+
+def rank_of(strategy: Strategy) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    chunks = strategy.chunks if strategy.chunks > 1 else None
+    return stage_ranks(name_of(strategy), strategy.pp, chunks)

@@ -13,9 +13,10 @@ from merakc.errors import CutError
 from merakc.machines.cluster import NOMINAL_GPU, Cluster, Hardware, Nodes
 from merakc.machines.cluster_files import preset
 from merakc.planner import candidates
-from merakc.planner.candidates import Candidate, Candidates, find_candidates
+from merakc.planner.candidates import Candidates, find_candidates
 from merakc.planner.offline import loses_by
 from merakc.planner.piece_table import PieceTable
+from merakc.planner.pricing import Candidate
 from merakc.planner.request import Request
 from tests.machines.bare import bare
 from tests.planner.test_piece_table import llama

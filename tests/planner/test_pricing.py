@@ -1,0 +1,44 @@
+"""What a strategy costs is not below what it seems to cost at first."""
+
+from __future__ import annotations
+
+import pytest
+
+from merakc.costs.state import MIXED
+from merakc.planner.candidates import Candidates, open_strategies
+from merakc.planner.pricing import Shortage, holds, outlook_of, price
+from merakc.planner.request import Request
+from tests.planner.test_candidates import BATCH, HARDWARE, TABLE, with_memory
+
+SAME = 1 - 1e-9
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 20, 1 << 19])
+def test_nothing_is_below_its_outlook(memory_bytes: int) -> None:
+    request, hardware = Request(8, 0, total_batch_size=BATCH), with_memory(memory_bytes)
+    priced = again = in_order = 0
+    for strategy in open_strategies(Candidates(TABLE), request, hardware):
+        outlook = outlook_of(TABLE, strategy, request, hardware, MIXED)
+        found = price(outlook, request, hardware)
+        if isinstance(found, Shortage):
+            continue
+        priced += 1
+        again += found.strategy.recompute != "none"
+        in_order += outlook.ordered_s < SAME * found.estimate.step_s
+        assert found.sample_s >= SAME * outlook.sample_s
+        assert found.estimate.step_s >= SAME * outlook.ordered_s
+        assert outlook.in_full_s <= outlook.sample_s
+    assert priced > 20
+    assert in_order > 10
+    assert again > 10 or memory_bytes == 1 << 34
+
+
+def test_shards_that_no_rank_has_room_for_are_not_looked_at() -> None:
+    request = Request(8, 0, total_batch_size=BATCH, dp=8, tp=1, pp=1)
+    strategy, *_ = open_strategies(Candidates(TABLE), request, HARDWARE)
+    roomy = outlook_of(TABLE, strategy, request, HARDWARE, MIXED)
+    (least, *_, most) = sorted(max(roomy.job.state_bytes(one)) for one in roomy.waits)
+    tight = with_memory((least + most) // 2)
+    found = outlook_of(TABLE, strategy, request, tight, MIXED)
+    assert 0 < len(found.waits) < len(roomy.waits)
+    assert all(holds(found.job, one) for one in found.waits)
