@@ -138,6 +138,11 @@ class Job:
         return [stage_parameters([self.pieces[k] for k in held]) for held in self.rank_pieces]
 
     @cached_property
+    def tied_parameters(self) -> int:
+        """The elements that several stages hold."""
+        return sum(shared_parameters(self.pieces, self.parts).values())
+
+    @cached_property
     def state_layers(self) -> list[Layer]:
         """What the rank with the most parameters has: each of them, or the pieces as they are."""
         most = self.rank_parameters.index(max(self.rank_parameters))
@@ -268,7 +273,7 @@ def estimate_job(
         bubble_share=1.0 - busy_s / pipeline_s,
         recompute_s=run.again_s,
         peak_bytes=run.peak_bytes,
-        stages=tuple(job.stages(shards)),
+        stages=run.stages,
         source="measured" if all(cost.measured for cost in job.costs[0]) else "formula",
     )
 
@@ -276,13 +281,14 @@ def estimate_job(
 @dataclass(frozen=True, slots=True)
 class _Run:
     """The micro-batches of a step: seconds, those that a rank is busy and recomputes on average,
-    peak bytes of each.
+    peak bytes of each, and the stages without recomputation.
     """
 
     seconds: float
     busy_s: float
     again_s: float
     peak_bytes: tuple[int, ...]
+    stages: tuple[StageCost, ...]
 
 
 def least_seconds(job: Job, shards: StateShards | None = None) -> float:
@@ -341,7 +347,8 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
         of_ranks[rank] += work_s
     # No rank is done before its own work, which few micro-batches may not show.
     seconds = max(seconds, total * max(of_ranks))
-    return _Run(seconds, mean * sum(works), mean * again_s, orders.peak_bytes(stages))
+    peak_bytes = orders.peak_bytes(stages)
+    return _Run(seconds, mean * sum(works), mean * again_s, peak_bytes, tuple(whole))
 
 
 def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:
@@ -390,9 +397,10 @@ def _dp_seconds(job: Job, shards: StateShards) -> float:
 
 def _tied_seconds(job: Job) -> float:
     """What adding up the gradients of parameters takes that several stages hold."""
-    shared, fabric = sum(shared_parameters(job.pieces, job.parts).values()), job.links.fabric
-    if not shared:
+    fabric = job.links.fabric
+    if not job.tied_parameters:
         return 0.0
     near = job.strategy.world_size <= fabric.ranks_per_node
     ends = Group(2, 2 if near else 1, fabric.ranks_per_node)
-    return all_reduce_seconds(job.framework.precision.gradient_bytes * shared, ends, fabric)
+    tied_bytes = job.framework.precision.gradient_bytes * job.tied_parameters
+    return all_reduce_seconds(tied_bytes, ends, fabric)

@@ -222,9 +222,10 @@ class _Layer:
         seconds = np.concatenate([part.seconds for part in self.parts])
         peak = np.concatenate([part.peak for part in self.parts])
         less = peak if by_peak else seconds
-        order = np.lexsort((less, stored))
+        order = np.argsort(stored, kind="stable")  # the parts are in order: they are merged
         least = np.minimum.accumulate(less[order])
         order = order[np.r_[True, least[1:] < least[:-1]]]
+        order = order[np.r_[stored[order[1:]] > stored[order[:-1]], True]]
         if len(order) > CHOICES:  # the fastest of each part of the bytes: the last of it
             level = (stored[order] * (CHOICES / max(most_stored, 1))).astype(int)
             order = order[np.r_[level[1:] != level[:-1], True]]
