@@ -14,7 +14,7 @@ from benchmarks.gpt import Shape
 from merakc.costs.state import Precision
 from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
-from merakc.planner.estimate import Framework
+from merakc.planner.job import Framework
 
 FILES = ("vtrain_single_node.csv", "vtrain_multi_node.csv", "published.json")
 COLUMNS = (

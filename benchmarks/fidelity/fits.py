@@ -28,7 +28,8 @@ from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import preset
-from merakc.planner.estimate import Estimate, Framework, estimate_step
+from merakc.planner.estimate import Estimate, estimate_step
+from merakc.planner.job import Framework
 
 RIGHT = 0.95
 # Hidden size, heads, layers and feed-forward width of the Llamas (arXiv 2302.13971, table 2).

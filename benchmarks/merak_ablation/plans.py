@@ -32,7 +32,8 @@ from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
 from merakc.passes.overlap.async_collectives import SLOWDOWN
-from merakc.planner.estimate import Framework, estimate_step
+from merakc.planner.estimate import estimate_step
+from merakc.planner.job import Framework
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
 from merakc.schedules.placement import Placement, place

@@ -17,10 +17,9 @@ from merakc.errors import CutError, MerakError
 from merakc.ir.state import stages_given
 from merakc.ir.strategy import Form, Strategy
 from merakc.machines.cluster import Hardware
-from merakc.planner.bounds import Bounds
 from merakc.planner.forms import open_forms
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.pricing import Candidate, Outlook, Shortage, outlook_of, price
+from merakc.planner.pricing import Bounds, Candidate, Outlook, Shortage, outlook_of, price
 from merakc.planner.request import Request
 from merakc.schedules.registry import KNOWN
 

@@ -8,36 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from merakc.costs.device import Place, rank_place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.pipeline_links import crossing
-from merakc.costs.ranks import rank_devices, reserved_bytes
 from merakc.costs.stages import (
-    PieceCost,
-    balanced_stages,
-    even_stages,
-    layers_of,
     optimizer_seconds,
-    parameter_layers,
-    piece_cost,
-    shared_parameters,
-    stage_costs,
-    stage_parameters,
 )
 from merakc.costs.state import (
-    MIXED,
     STEADY,
     DpGroup,
-    Layer,
-    Precision,
     exposed_seconds,
     in_buckets,
-    state_bytes,
 )
 from merakc.costs.work import keep
 from merakc.costs.work.pieces import Piece
@@ -45,32 +29,11 @@ from merakc.ir.costs import StageCost
 from merakc.ir.recompute import IN_BACKWARD
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.ir.strategy import Strategy
-from merakc.machines.cluster import Device, Hardware, Sharing
+from merakc.machines.cluster import Hardware
+from merakc.planner.job import PLAIN, Framework, Job, make_job
 from merakc.schedules.bound import lower_bound_s
-from merakc.schedules.known_orders import KnownOrders, known_orders, name_of, rank_of
+from merakc.schedules.known_orders import KnownOrders, known_orders, name_of
 from merakc.schedules.timing import make_pipeline, run_orders
-
-
-@dataclass(frozen=True, slots=True)
-class Framework:
-    """How what trains runs a strategy, as far as the seconds of a step depend on it.
-
-    With `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
-    recomputation starts from what the stage has received; without, blocks are spread evenly and
-    each is recomputed from what enters it. `overlap` is the share of its speed at which
-    communication of gradients and parameters runs under computing; 0 waits for all of it. With
-    `split_messages` each tp rank sends its part of a message alone, and the parts are gathered in
-    the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run
-    beside the products that they belong to. With `whole_batch` backwards wait for all forwards, as
-    a loss that couples samples makes them. `precision` are the bytes of a parameter's state.
-    """
-
-    precision: Precision = MIXED
-    overlap: float = 0.0
-    split_messages: bool = False
-    tp_overlap: bool = False
-    stagewise: bool = False
-    whole_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,144 +60,11 @@ class Estimate:
         return self.pipeline_s * self.bubble_share
 
 
-@dataclass(frozen=True)
-class Job:
-    """A model's pieces on the stages of a strategy, with their seconds.
-
-    `places` and `costs`, those of all pieces there, are each pipeline rank's; `parts` are the
-    places of each stage's pieces. `sharing` is what the ranks of a node share. What the strategy
-    says of the state's shards and of recomputation changes none of this.
-    """
-
-    pieces: Sequence[Piece]
-    strategy: Strategy
-    framework: Framework
-    places: Sequence[Place]
-    costs: Sequence[Sequence[PieceCost]]
-    parts: Sequence[Sequence[int]]
-    sharing: Sharing | None = None
-
-    @cached_property
-    def rank_of(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage."""
-        return rank_of(self.strategy)
-
-    @property
-    def links(self) -> Place:
-        """Any rank's place, for the links that all have alike."""
-        return self.places[0]
-
-    @cached_property
-    def rank_pieces(self) -> list[list[int]]:
-        """The places of each pipeline rank's pieces."""
-        held: list[list[int]] = [[] for _ in range(self.strategy.pp)]
-        for part, rank in zip(self.parts, self.rank_of, strict=True):
-            held[rank] += part
-        return held
-
-    @cached_property
-    def rank_parameters(self) -> list[int]:
-        """The trained elements of each pipeline rank."""
-        return [stage_parameters([self.pieces[k] for k in held]) for held in self.rank_pieces]
-
-    @cached_property
-    def tied_parameters(self) -> int:
-        """The elements that several stages hold."""
-        return sum(shared_parameters(self.pieces, self.parts).values())
-
-    @cached_property
-    def state_layers(self) -> list[Layer]:
-        """What the rank with the most parameters has: each of them, or the pieces as they are."""
-        most = self.rank_parameters.index(max(self.rank_parameters))
-        places, costs = self.rank_pieces[most], self.costs[most]
-        each = parameter_layers if self.framework.stagewise else layers_of
-        return each([self.pieces[k] for k in places], [costs[k] for k in places])
-
-    @cached_property
-    def stage_parameters(self) -> list[int]:
-        """The trained elements of each stage."""
-        return [stage_parameters([self.pieces[k] for k in part]) for part in self.parts]
-
-    @cached_property
-    def _stages(self) -> list[StageCost]:
-        return self._priced(stagewise=self.framework.stagewise)
-
-    @cached_property
-    def _by_block(self) -> list[StageCost]:
-        return self._priced(stagewise=False)
-
-    def _priced(self, *, stagewise: bool) -> list[StageCost]:
-        return [
-            cost
-            for part, rank in zip(self.parts, self.rank_of, strict=True)
-            for cost in stage_costs(
-                self.pieces, self.costs[rank], [part], self.places[rank],
-                precision=self.framework.precision, stagewise=stagewise,
-                gradients=self.framework.stagewise,
-            )
-        ]  # fmt: skip
-
-    def stages(self, shards: StateShards, *, by_block: bool = False) -> list[StageCost]:
-        """The costs of the stages, of which only the bytes of their state depend on the shards;
-        `by_block` of such as make blocks again from what enters each.
-        """
-        costs = self._by_block if by_block else self._stages
-        return [
-            replace(cost, static_bytes=state_bytes(count, shards, self.framework.precision))
-            for cost, count in zip(costs, self.stage_parameters, strict=True)
-        ]
-
-    def state_bytes(self, shards: StateShards) -> list[int]:
-        """What each pipeline rank holds between two steps."""
-        return [state_bytes(n, shards, self.framework.precision) for n in self.rank_parameters]
-
-    @property
-    def memory_bytes(self) -> list[int]:
-        """What each pipeline rank has for its tensors."""
-        devices, mesh = [place.device for place in self.places], self.strategy.mesh
-        return [device.memory_bytes - reserved_bytes(device, mesh) for device in devices]
-
-
-def make_job(
-    pieces: Sequence[Piece],
-    strategy: Strategy,
-    hardware: Hardware,
-    framework: Framework = Framework(),
-    corrections: Corrections = NONE,
-    labels: Callable[[Piece], Sequence[str]] = lambda piece: (),
-) -> Job:
-    """Times pieces on `strategy.world_size` neighbouring devices and spreads them over stages.
-
-    `pieces` are of one tp rank and micro-batch; equal blocks may be one value many times.
-    """
-    devices = rank_devices(hardware, strategy.mesh)
-    places = {
-        device: rank_place(
-            hardware, strategy.world_size, strategy.tp, overlap=framework.tp_overlap, device=device
-        )
-        for device in dict.fromkeys(devices)
-    }
-    costs: dict[Device, list[PieceCost]] = {}
-    unique = {id(piece): piece for piece in pieces}
-    for device, place in places.items():
-        known = {k: piece_cost(p, place, corrections, labels(p)) for k, p in unique.items()}
-        costs[device] = [known[id(piece)] for piece in pieces]
-    on_ranks = [costs[device] for device in devices]
-    if framework.stagewise:
-        parts = balanced_stages([on_ranks[rank] for rank in rank_of(strategy)])
-    else:
-        parts = even_stages(pieces, (), strategy.stage_count)
-    of_ranks = [places[device] for device in devices]
-    return Job(
-        pieces, strategy, framework, of_ranks, costs=on_ranks, parts=parts, sharing=hardware.sharing
-    )
-
-
 def estimate_step(
     pieces: Sequence[Piece],
     strategy: Strategy,
     hardware: Hardware,
-    framework: Framework = Framework(),
+    framework: Framework = PLAIN,
     corrections: Corrections = NONE,
     labels: Callable[[Piece], Sequence[str]] = lambda piece: (),
 ) -> Estimate:

@@ -12,7 +12,8 @@ from merakc.ir.offload import NONE, OPTIMIZER, parse_offload
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import Hardware
 from merakc.machines.links import Host
-from merakc.planner.estimate import Estimate, Job
+from merakc.planner.estimate import Estimate
+from merakc.planner.job import Job
 
 # The shards, the kind of recomputation, and what a step takes with them.
 Priced = tuple[StateShards, str, Estimate]

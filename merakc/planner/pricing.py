@@ -1,34 +1,28 @@
 """What a strategy costs, from the pieces of its model: with the shards of its state and the
-recomputation that suit it best.
+recomputation that suit it best; and before, what it costs at the least.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from merakc.analysis.buckets import WORTH_SHARE, bucket_scales
-from merakc.costs.device import collective_seconds
-from merakc.costs.ranks import least_spare
+from merakc.costs.device import collective_seconds, rank_place, total_flops
+from merakc.costs.ranks import least_spare, rank_devices
+from merakc.costs.stages import piece_cost
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
+from merakc.costs.work.pieces import Piece
 from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, UNSHARDED, StateShards, coarse_lattice, parse_shards
-from merakc.ir.strategy import Strategy
-from merakc.machines.cluster import Hardware
-from merakc.planner.bounds import flops_of
-from merakc.planner.estimate import (
-    Estimate,
-    Framework,
-    Job,
-    estimate_job,
-    least_seconds,
-    make_job,
-    state_seconds,
-)
+from merakc.ir.strategy import Form, Strategy
+from merakc.machines.cluster import Device, Hardware
+from merakc.planner.estimate import Estimate, estimate_job, least_seconds, state_seconds
 from merakc.planner.host_estimate import host_for, priced
+from merakc.planner.job import Framework, Job, make_job
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
 from merakc.report.units import format_bytes
@@ -88,6 +82,53 @@ def job_of(table: PieceTable, strategy: Strategy, hardware: Hardware, precision:
     framework = Framework(precision, overlap, stagewise=True, whole_batch=table.couples)
     pieces = table.pieces(strategy.form, strategy.samples)
     return make_job(pieces, strategy, hardware, framework)
+
+
+@dataclass
+class Bounds:
+    """Seconds a sample that no order of work can beat: no stage longer than others, nothing waited
+    for.
+    """
+
+    table: PieceTable
+    hardware: Hardware
+    known: dict[tuple[Form, int, Device], tuple[float, list[float]]] = field(default_factory=dict)
+
+    def of(self, strategy: Strategy) -> float:
+        """Of one strategy: as if each rank were as much faster than the first as in the piece of
+        which that holds most. The last rank's first work waits for forwards on all others.
+        """
+        devices = rank_devices(self.hardware, strategy.mesh)
+        forward_s, seconds = self._seconds(strategy, devices[0])
+        speeds = {
+            device: max(
+                (
+                    a / b
+                    for a, b in zip(seconds, self._seconds(strategy, device)[1], strict=True)
+                    if b
+                ),
+                default=1.0,
+            )
+            for device in dict.fromkeys(devices)
+        }
+        total_s = sum(seconds)
+        step_s = strategy.micro_batches * total_s / sum(speeds[device] for device in devices)
+        before = (strategy.pp - 1) / strategy.stage_count
+        step_s += before * forward_s / max(speeds.values())
+        return step_s / strategy.total_batch_size
+
+    def _seconds(self, strategy: Strategy, device: Device) -> tuple[float, list[float]]:
+        """Of a micro-batch's forward on one device, and of each piece."""
+        key = strategy.form, strategy.samples, device
+        if key not in self.known:
+            ranks, tp = len(self.hardware.devices), strategy.tp
+            place = rank_place(self.hardware, ranks, tp, device=device)
+            pieces = self.table.pieces(strategy.form, strategy.samples)
+            costs = {k: piece_cost(p, place) for k, p in {id(p): p for p in pieces}.items()}
+            each = [costs[id(piece)] for piece in pieces]
+            seconds = [cost.forward_s + cost.backward_s for cost in each]
+            self.known[key] = sum(cost.forward_s for cost in each), seconds
+        return self.known[key]
 
 
 @dataclass(frozen=True)
@@ -164,7 +205,7 @@ def price(outlook: Outlook, request: Request, hardware: Hardware) -> Candidate |
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
     shards = (best,) * len(job.parts)
     decided = replace(job.strategy, recompute=recompute, state_shards=shards, offload=offload)
-    return Candidate(decided, estimate, _seconds(job, estimate), flops_of(job.pieces))
+    return Candidate(decided, estimate, _seconds(job, estimate), _flops(job.pieces))
 
 
 def in_good_buckets(
@@ -251,3 +292,12 @@ def _seconds(job: Job, estimate: Estimate) -> dict[str, float]:
         "recomputation": estimate.recompute_s, "waiting for dp": estimate.state_s,
         "optimizer": estimate.optimizer_s,
     }  # fmt: skip
+
+
+def _flops(pieces: Sequence[Piece]) -> int:
+    """Those of a micro-batch on one tp rank, forward and backward."""
+    flops = {
+        key: total_flops(piece.work.forward) + total_flops(piece.work.backward)
+        for key, piece in {id(piece): piece for piece in pieces}.items()
+    }
+    return sum(flops[id(piece)] for piece in pieces)

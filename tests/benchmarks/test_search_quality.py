@@ -8,7 +8,7 @@ from benchmarks.fidelity.data import Row
 from benchmarks.gpt import Shape
 from benchmarks.search_quality import Found, against_all, against_published
 from merakc.ir.strategy import Strategy
-from merakc.planner.estimate import Framework
+from merakc.planner.job import Framework
 
 
 def test_a_small_job_against_all_layouts() -> None:

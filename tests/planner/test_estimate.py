@@ -18,14 +18,8 @@ from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Nodes
 from merakc.machines.cluster_files import preset
 from merakc.passes.programs.schedule import build_programs
-from merakc.planner.estimate import (
-    Estimate,
-    Framework,
-    estimate_job,
-    estimate_step,
-    least_seconds,
-    make_job,
-)
+from merakc.planner.estimate import Estimate, estimate_job, estimate_step, least_seconds
+from merakc.planner.job import Framework, make_job
 from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.simulation.simulate import simulate

@@ -10,8 +10,9 @@ from merakc.costs.state import MIXED
 from merakc.ir.state import UNSHARDED
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.planner.estimate import Job, estimate_job
+from merakc.planner.estimate import estimate_job
 from merakc.planner.host_estimate import Priced, host_for, moved, moves_all, priced, without_state
+from merakc.planner.job import Job
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.pricing import job_of
 from tests.planner.test_piece_table import llama as record

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from merakc.costs.state import MIXED
+from merakc.machines.cluster import Hardware
+from merakc.planner import candidates
 from merakc.planner.candidates import Candidates, open_strategies
-from merakc.planner.pricing import Shortage, holds, outlook_of, price
+from merakc.planner.pricing import Bounds, Shortage, holds, outlook_of, price
 from merakc.planner.request import Request
-from tests.planner.test_candidates import BATCH, HARDWARE, TABLE, with_memory
+from tests.planner.test_candidates import BATCH, HARDWARE, TABLE, find, mixed, with_memory
 
 SAME = 1 - 1e-9
 
@@ -42,3 +44,12 @@ def test_shards_that_no_rank_has_room_for_are_not_looked_at() -> None:
     found = outlook_of(TABLE, strategy, request, tight, MIXED)
     assert 0 < len(found.waits) < len(roomy.waits)
     assert all(holds(found.job, one) for one in found.waits)
+
+
+@pytest.mark.parametrize("hardware", [HARDWARE, mixed()], ids=["alike", "unlike"])
+def test_bounds_hold(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
+    bounds, everything = Bounds(TABLE, hardware), find(Request(8, 0), hardware).ranked
+    assert len({one.strategy.mesh for one in everything}) > 5
+    for one in everything:
+        assert bounds.of(one.strategy) <= one.estimate.pipeline_s * (1 + 1e-9)

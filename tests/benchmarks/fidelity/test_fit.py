@@ -20,7 +20,7 @@ from benchmarks.fidelity.fit import (
 from benchmarks.gpt import Shape
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster_files import preset
-from merakc.planner.estimate import Framework
+from merakc.planner.job import Framework
 
 HARDWARE = preset("a100-80")
 TRUTH = with_constants(HARDWARE, Constants(0.6, 0.5, 6e-5, 0.4))

@@ -26,7 +26,8 @@ from benchmarks.merak_ablation.plans import (
     stage_aware,
     unrecomputed,
 )
-from merakc.planner.estimate import Framework, estimate_step
+from merakc.planner.estimate import estimate_step
+from merakc.planner.job import Framework
 
 SHAPE = Shape(192, 6, 8, 128, 512)
 SETTING = Setting("small", merak_hardware(), 256, (1, 2, 4))
