@@ -17,10 +17,14 @@ from rich.text import Text
 from merakc.cli.console import (
     NO,
     AsJson,
+    Limit,
+    Offload,
+    StateShards,
     Tokens,
     TrustCode,
     check_outputs,
     check_picture,
+    ending_after,
     progress_console,
     told,
     working,
@@ -28,11 +32,11 @@ from merakc.cli.console import (
 from merakc.cli.scale import (
     offers_for,
     planned,
+    request_of,
     short_shards,
     tell_of_others,
 )
 from merakc.errors import ConfigError
-from merakc.ir.precision import parse_precision
 from merakc.planner.offers import (
     DEGREES,
     Case,
@@ -42,7 +46,6 @@ from merakc.planner.offers import (
     neighbours,
     write_csv,
 )
-from merakc.planner.request import Request
 from merakc.report.charts.offers_plot import plot_offers
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal
@@ -82,32 +85,35 @@ def budget(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     near: Near = False,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share sequences.", min=1)] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share experts too.", min=1)] = None,
+    state_shards: StateShards = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
-    offload: Annotated[str, typer.Option(help="none, auto, optimizer or activations.")] = "none",
+    offload: Offload = "none",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
+    limit: Limit = None,
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what a training takes and costs: tokens a day, days, energy and price.
 
     Options that are lists are tried in all combinations, each with its best plan, `merakc plan`'s.
-    Ctrl-C shows what was found so far. Exits with 1 where nothing fits.
+    Ctrl-C, and the end of --limit, show what was found so far. Exits with 1 where nothing fits.
     """
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
         check_outputs(csv=table, plot=picture)
         check_picture("plot", picture)
-        names = cluster.split(",")
-        goals = _goals(tokens, price, names)
-        mixed = None if precision == "none" else parse_precision(precision)
-        request = Request(0, 0, recompute=recompute, offload=offload, precision=mixed)
-        offers = offers_for(source, request, tell, trust=trust)
+        goals = _goals(tokens, price, names := cluster.split(","))
+        request = request_of(precision, state_shards, recompute=recompute, offload=offload)
+        offers = offers_for(source, request.with_parts(cp, ep), tell, trust=trust)
         degrees = {name: n for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n is not None}
-        cases = list(_cases(names, ranks, batch, sequence))
+        cases = [*_cases(names, ranks, batch, sequence)]
         cases = _with_degrees(cases, degrees, near=near)
-        found = offers.each(cases, _checked(mfu))
+        with ending_after(limit):
+            found = offers.each(cases, _checked(mfu))
         made = planned(found)
         rows = [offer.row(goals[offer.case.machines]) for offer in found]
         if table is not None:
@@ -118,7 +124,7 @@ def budget(
         Terminal().print_json(json.dumps(rows))
     else:
         Terminal().print(offers_table(made, goals, mfu))
-    tell_of_others(progress, found, len(cases))
+    tell_of_others(progress, found, len(cases) if offers.stopped else None)
     if not any(offer.made[1].fits for offer in made):
         raise typer.Exit(NO)
 

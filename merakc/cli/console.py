@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,11 +29,15 @@ TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a config names.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+StateShards = Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")]
 Tokens = Annotated[
     str | None, typer.Option(help="Of a whole training (300B, 1.5T): days, energy, price of it.")
 ]
 Limit = Annotated[
     float | None, typer.Option(help="Seconds after which the best so far is taken.", min=0.001)
+]
+Offload = Annotated[
+    str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
 ]
 Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", min=0)]
 
@@ -133,6 +138,18 @@ def goal_of(tokens: str | None, price: float | None) -> Goal:
     return Goal(parse_count(tokens) if tokens else 0.0, price or 0.0)
 
 
+def shards_of(text: str | None) -> str | tuple[int, ...] | None:
+    """`1,1,8` as numbers; a name as it is. Raises `ConfigError`."""
+    if text is None or "," not in text:
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--state-shards {text}: give zero-1 to zero-3, or three numbers such as 1,1,8"
+        ) from error
+
+
 def check_picture(option: str, path: Path | None) -> None:
     """Raises `ConfigError` for a name that is no picture's."""
     if path is not None and path.suffix not in PICTURES:
@@ -154,3 +171,10 @@ def check_outputs(**paths: Path | None) -> None:
                 f"--{option} {path}: there is no folder {path.parent}; make it, or give another "
                 "path"
             )
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ConfigError(
+                f"--{option} {path}: {path.parent} cannot be written to ({error.strerror}); give "
+                "another path"
+            ) from error

@@ -14,18 +14,20 @@ from merakc.cli.console import (
     NO,
     AsJson,
     Limit,
+    Offload,
     Price,
+    StateShards,
     Tokens,
     TrustCode,
     check_outputs,
     ending_after,
     goal_of,
     progress_console,
+    shards_of,
     told,
     working,
 )
 from merakc.cli.show import print_plan
-from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.precision import parse_precision
 from merakc.ir.report import Verdict
@@ -38,9 +40,6 @@ from merakc.report.units import format_bytes
 
 Recompute = Annotated[
     str, typer.Option(help="none, full, selective, stage, a budget (40GiB, 0.5) or auto.")
-]
-Offload = Annotated[
-    str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
 ]
 Model = Annotated[
     str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
@@ -69,7 +68,7 @@ def plan(
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
     recompute: Recompute = "auto",
-    state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")] = None,
+    state_shards: StateShards = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
     overlap: Overlap = None,
     offload: Offload = "none",
@@ -92,7 +91,7 @@ def plan(
         ranks = ranks or len(found.described(1).devices)
         request = Request(
             ranks, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule, order=(),
-            recompute=recompute, sequence_parallel=None, state_shards=_shards(state_shards),
+            recompute=recompute, sequence_parallel=None, state_shards=shards_of(state_shards),
             precision=mixed, overlap=overlap, offload=offload,
         ).with_parts(cp, ep)  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
@@ -119,15 +118,3 @@ def _check_fits(found: Verdict, problem: Console) -> None:
             style="red",
         )
         raise typer.Exit(NO)
-
-
-def _shards(text: str | None) -> str | tuple[int, ...] | None:
-    """`1,1,8` as numbers; a name as it is."""
-    if text is None or "," not in text:
-        return text
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(
-            f"--state-shards {text}: give zero-1 to zero-3, or three numbers such as 1,1,8"
-        ) from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,13 +16,18 @@ from merakc.cli.clusters import machines
 from merakc.cli.console import (
     STOPPED,
     AsJson,
+    Limit,
+    Offload,
     Price,
+    StateShards,
     Tokens,
     TrustCode,
     check_outputs,
     check_picture,
+    ending_after,
     goal_of,
     progress_console,
+    shards_of,
     told,
     working,
 )
@@ -49,13 +55,18 @@ def scale(
         float | None, typer.Option(help="Samples a step for each device.", min=0)
     ] = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share sequences.", min=1)] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share experts too.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
-    state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3.")] = None,
+    state_shards: StateShards = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
+    offload: Offload = "none",
     tokens: Tokens = None,
     price: Price = None,
+    limit: Limit = None,
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
     trust: TrustCode = False,
@@ -64,7 +75,7 @@ def scale(
     """Sweep the number of devices, doubling it: the best plan at each.
 
     The batch is the same everywhere (strong scaling), or grows with them (weak scaling). Numbers on
-    which nothing fits are passed over.
+    which nothing fits are passed over. Ctrl-C, and the end of --limit, show what was found so far.
     """
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
@@ -72,12 +83,11 @@ def scale(
         check_picture("plot", picture)
         goal = goal_of(tokens, price)
         cases = _cases(cluster, (least, most), (batch, per_rank), sequence)
-        request = Request(
-            0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute,
-            precision=None if precision == "none" else parse_precision(precision),
-        )  # fmt: skip
+        asked = request_of(precision, state_shards, recompute=recompute, offload=offload)
+        request = replace(asked, dp=dp, tp=tp, pp=pp).with_parts(cp, ep)
         offers = offers_for(source, request, tell, trust=trust)
-        points = offers.each(cases)
+        with ending_after(limit):
+            points = offers.each(cases)
         made = planned(points)
         if table is not None:
             write_csv([point.row(goal) for point in points], table)
@@ -87,7 +97,7 @@ def scale(
         Terminal().print_json(json.dumps([point.row(goal) for point in points]))
     else:
         Terminal().print(points_table(made, goal))
-    tell_of_others(progress, points, len(cases))
+    tell_of_others(progress, points, len(cases) if offers.stopped else None)
 
 
 def _cases(
@@ -113,6 +123,12 @@ def _cases(
     ]
 
 
+def request_of(precision: str, state_shards: str | None, **given: Any) -> Request:
+    """What is asked in all cases, of options as text. Raises `ConfigError`."""
+    mixed = None if precision == "none" else parse_precision(precision)
+    return Request(0, 0, precision=mixed, state_shards=shards_of(state_shards), **given)
+
+
 def offers_for(
     source: str, request: Request, tell: Callable[[str], None], *, trust: bool
 ) -> Offers:
@@ -134,13 +150,15 @@ def planned(offers: Sequence[Offer]) -> list[Offer]:
     return made
 
 
-def tell_of_others(problem: Console, offers: Sequence[Offer], asked: int) -> None:
-    """A line for each case without a plan; and those that Ctrl-C has left out, which exits."""
+def tell_of_others(problem: Console, offers: Sequence[Offer], stopped: int | None) -> None:
+    """A line for each case without a plan; and that Ctrl-C has ended the search of so many cases,
+    which exits.
+    """
     for offer in offers:
         if offer.error is not None:
             problem.print(f"no plan for {offer.case}: {offer.error}")
-    if len(offers) < asked:
-        problem.print(f"stopped after {len(offers)} of {asked}")
+    if stopped is not None:
+        problem.print(f"stopped after {len(offers)} of {stopped}")
         raise typer.Exit(STOPPED)
 
 

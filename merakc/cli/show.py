@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +89,7 @@ def print_plan(made: PlanFile, goal: Goal, *, as_json: bool, whole: bool = False
     """The decisions, after what they cost and yield; of the `whole`, the report as well."""
     console = Terminal()
     if as_json:
-        console.print_json(json.dumps(asdict(made)))
+        console.print_json(made.text)
         return
     if made.report is not None:
         console.print(Text(verdict(made.report.verdict), style="bold"))

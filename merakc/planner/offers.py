@@ -28,6 +28,9 @@ DEGREES = ("dp", "tp", "pp")
 # Of numbers of devices the largest, and how many are tried between two powers of two; how often a
 # batch is doubled.
 MOST_DEVICES, STEPS, DOUBLINGS = 1 << 16, 8, 12
+# How much more devices must compute with a batch that is doubled, and how often in a row they may
+# not, until it is not doubled again.
+BETTER, FLAT = 1.001, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class Offers:
     ) -> None:
         self.load, self.request, self.machines, self.progress = load, request, machines, progress
         self.place = ""  # of the case among several
+        self.stopped = False  # by Ctrl-C, with cases left
         self.recordings: dict[int | None, Recordings] = {}
         self.tables: dict[int | None, PieceTable] = {}
 
@@ -132,11 +136,13 @@ class Offers:
         for number, case in enumerate(cases, 1):
             self.place = f"{number} of {len(cases)}: "
             try:
-                offer = self.of(case) if case.ranks else self.fewest(case)
-                found.append(offer if mfu is None else self.keeping_mfu(offer, mfu))
+                found.append(self.of(case) if case.ranks else self.fewest(case))
+                for offer in () if mfu is None else self.keeping_mfu(found[-1], mfu):
+                    found[-1] = offer
             except KeyboardInterrupt:
                 if not found:
                     raise
+                self.stopped = True
                 break
         return found
 
@@ -155,26 +161,28 @@ class Offers:
         fewer = (self._fitting(replace(case, ranks=n)) for n in self._between(case, count))
         return next((one for one in fewer if one is not None), offer)
 
-    def keeping_mfu(self, offer: Offer, mfu: float) -> Offer:
-        """The offer of the smallest batch that keeps a model FLOPs utilization, of an offer's
-        doubled and halved; of the largest that was tried where none does.
+    def keeping_mfu(self, offer: Offer, mfu: float) -> Iterator[Offer]:
+        """Offers, each better than the one before, up to that of the smallest batch that keeps a
+        model FLOPs utilization: an offer's doubled and halved. Where none does, up to the batch
+        from which on devices compute no more.
         """
-        case = offer.case
-        if not keeps(offer, mfu):
-            for k in range(1, DOUBLINGS + 1):
-                larger = self.of(replace(case, batch_size=case.batch_size << k))
-                if larger.verdict is None:
-                    return offer
-                offer = larger
-                if keeps(offer, mfu):
-                    return offer
-            return offer
-        while offer.case.batch_size % 2 == 0:
-            smaller = self.of(replace(case, batch_size=offer.case.batch_size // 2))
-            if not keeps(smaller, mfu):
-                return offer
-            offer = smaller
-        return offer
+        if keeps(offer, mfu):
+            while offer.case.batch_size % 2 == 0:
+                offer = self.of(replace(offer.case, batch_size=offer.case.batch_size // 2))
+                if not keeps(offer, mfu):
+                    return
+                yield offer
+            return
+        flat = 0
+        for _ in range(DOUBLINGS):
+            larger = self.of(replace(offer.case, batch_size=2 * offer.case.batch_size))
+            if larger.verdict is None:
+                return
+            flat = 0 if _is_used_better(larger, offer) else flat + 1
+            offer = larger
+            yield offer
+            if keeps(offer, mfu) or flat == FLAT:
+                return
 
     def _tell(self, text: str) -> None:
         self.progress(self.place + text)
@@ -232,6 +240,15 @@ def keeps(offer: Offer, mfu: float) -> bool:
     """Whether an offer fits, and reaches a model FLOPs utilization."""
     found = offer.verdict
     return found is not None and found.fits and found.mfu >= mfu
+
+
+def _is_used_better(larger: Offer, offer: Offer) -> bool:
+    """Whether one of two batches fits better, or the same devices compute more with it."""
+    found, before = larger.verdict, offer.verdict
+    assert found is not None
+    if before is None or found.fits != before.fits:
+        return found.fits
+    return found.mfu > BETTER * before.mfu
 
 
 def neighbours(case: Case) -> list[Case]:

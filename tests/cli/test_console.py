@@ -74,6 +74,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
         check_outputs(html=tmp_path)
     with pytest.raises(ConfigError, match=r"--output .*no/plan.json: there is no folder .*no; "):
         check_outputs(output=tmp_path / "no" / "plan.json")
+    with pytest.raises(ConfigError, match=r"--output /proc/a.json: /proc cannot be written to"):
+        check_outputs(output=Path("/proc/a.json"))  # not by root either
 
 
 def test_names_are_no_markup_in_what_is_being_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from merakc.cli.app import app
+from merakc.cli.console import STOPPED
 
 SMALL = [
     "scale",
@@ -36,6 +37,10 @@ def test_a_sweep(tmp_path: Path) -> None:
     points = json.loads(run(*SMALL, "--json", "--tp", "1"))
     assert [p["ranks"] for p in points] == [8, 16, 32]
     assert {p["tp"] for p in points} == {1}
+    points = json.loads(run(*SMALL, "--json", "--dp", "4", "--state-shards", "1,1,4"))
+    assert {p["dp"] for p in points} == {4}
+    stopped = run(*SMALL, "--limit", "0.01", code=STOPPED)
+    assert "stopped before there was anything to show" in stopped
 
 
 def test_the_table_can_be_read_on_a_narrow_terminal() -> None:

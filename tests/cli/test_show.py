@@ -36,6 +36,7 @@ def test_show_writes_a_page_a_timeline_and_a_picture(plan: str, tmp_path: Path) 
 def test_show_of_a_plan_without_a_report_tells_the_decisions(plan: str, tmp_path: Path) -> None:
     bare = tmp_path / "bare.json"
     replace(load_plan(plan), report=None).save(bare)
+    assert json.loads(run("show", str(bare), "--json"))["hash"] == load_plan(plan).hash
     assert "dp 1 x tp 1 x pp 2" in run("show", str(bare))
     run("show", str(bare), "--html", str(tmp_path / "page.html"))
     assert "dp 1 x tp 1 x pp 2" in (tmp_path / "page.html").read_text()

@@ -98,11 +98,13 @@ def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
 class Known(Offers):
     """Plans fit `least` devices and more, and use more of them the larger the batch is."""
 
-    least = 6
+    least, most, stops_at = 6, 1.0, 0
 
     def of(self, case: Case) -> Offer:
         """Without planning anything."""
-        mfu = case.batch_size / (case.batch_size + 32)
+        if case.batch_size == self.stops_at:
+            raise KeyboardInterrupt
+        mfu = min(case.batch_size / (case.batch_size + 32), self.most)
         step = replace(
             STEP, step_s=1.0, peak_bytes=case.ranks < self.least, memory_bytes=0, ranks=1,
             model_flops=round(1e6 * mfu), peak_flops_per_s=1e6,
@@ -141,11 +143,20 @@ def test_the_smallest_batch_that_keeps_a_share_of_the_flops() -> None:
     some = Known(lambda _: load_source("tests.small_source:small"), Request(0, 0), at)
     some.least = 1
     for first in (8, 32, 128):
-        assert some.keeping_mfu(some.of(Case("h100", 2, first)), 0.5).case.batch_size == 32
-    assert some.keeping_mfu(some.of(Case("h100", 2, 7)), 0.1).case.batch_size == 7  # not halved
-    assert (
-        some.keeping_mfu(some.of(Case("h100", 2, 1)), 0.9999999).case.batch_size == 1 << DOUBLINGS
-    )
+        (offer,) = some.each([Case("h100", 2, first)], 0.5)
+        assert offer.case.batch_size == 32
+    (offer,) = some.each([Case("h100", 2, 7)], 0.1)
+    assert offer.case.batch_size == 7  # not halved
+    (offer,) = some.each([Case("h100", 2, 1)], 0.9999999)
+    assert offer.case.batch_size == 1 << DOUBLINGS
+    some.most = 0.75  # which larger batches do not surpass
+    (offer,) = some.each([Case("h100", 2, 1)], 0.9999999)
+    assert offer.made[1].mfu == pytest.approx(0.75)
+    assert offer.case.batch_size < 1 << DOUBLINGS
+    some.stops_at = 16
+    (offer,) = some.each([Case("h100", 2, 4)], 0.5)
+    assert offer.case.batch_size == 8  # and not that which Ctrl-C has ended
+    assert some.stopped
 
 
 def test_neighbours_and_what_is_best() -> None:
