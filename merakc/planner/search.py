@@ -140,7 +140,8 @@ def improve(
 
     Raises `MerakError` where what is asked for cannot be.
     """
-    if lowered.plan.state_ranks > 1 and request.state_shards in (None, AUTO):
+    before = lowered.plan
+    if before.state_ranks > 1 and request.state_shards in (None, AUTO):
         sharded = _with_fastest_shards(lowered, cluster)
         lowered = min(lowered, sharded, key=lambda one: standing(one, cluster))
     samples, asked = lowered.plan.batch_size, request.overlap
@@ -156,7 +157,13 @@ def improve(
         hidden = _with_prediction(hidden, cluster)
         if request.overlap is None and standing(lowered, cluster) <= standing(hidden, cluster):
             hidden = lowered
-    return _generated(request, hidden, cluster)
+    made = _generated(request, hidden, cluster)
+    if made is hidden or before.state_shards == hidden.plan.state_shards:
+        return made
+    # An order that is made for other shards may hide more of what these wait for.
+    other = replace(hidden, plan=replace(hidden.plan, state_shards=before.state_shards))
+    other = _generated(request, _with_prediction(other, cluster), cluster)
+    return min(made, other, key=lambda one: standing(one, cluster))
 
 
 def least_seconds(lowered: Lowered, cluster: Cluster) -> float:
