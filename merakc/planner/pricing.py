@@ -162,7 +162,8 @@ class Outlook:
     @property
     def in_full_s(self) -> float:
         """The same planned in full, which may be so much faster than by pieces."""
-        return min(self.sample_s / FAR, self.ordered_s / self.strategy.total_batch_size)
+        least_s = min(self.estimate.step_s, self.ordered_s)
+        return least_s / FAR / self.strategy.total_batch_size
 
 
 def outlook_of(

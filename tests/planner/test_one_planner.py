@@ -35,7 +35,7 @@ CLUSTERS: dict[str, Callable[[int], Cluster]] = {
 }
 # Of chains of requests, in each of which 9 arguments are dropped one after the other: with these
 # there are decoders and an encoder, tp and four stages, chunks, cores and several kinds of GPUs.
-CHAINS = (1, 5, 6, 22)
+CHAINS = (1, 5, 6, 22, 112)
 SAME = 1 + 1e-9
 
 
