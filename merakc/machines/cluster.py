@@ -301,7 +301,9 @@ class Cluster:
         return self if self.hardware else replace(self, hardware=self.described(ranks))
 
     def described(self, ranks: int) -> Hardware:
-        """Its hardware; where nothing is said of it, one node of `ranks` devices."""
+        """Its hardware; where nothing is said of it, one node of `ranks` devices, or as many as share
+        cores.
+        """
         if self.hardware is not None:
             return self.hardware
         rates: dict[DtypeName, float] = dict.fromkeys(get_args(DtypeName), self.flops_per_s)
@@ -313,8 +315,10 @@ class Cluster:
             "links", ranks, self.link_bytes_per_s, self.link_latency_s,
             symmetric_memory=self.symmetric_memory, gather_share=self.gather_share,
         )  # fmt: skip
-        together = self.sharing.together if self.sharing else ()
-        return Hardware(self.name, (Nodes(device, ranks, 1, together, self.host),), (links,), 1.0)
+        together, each = (self.sharing.together, self.sharing.devices) if self.sharing else ((), 0)
+        each = each if each and ranks % each == 0 else ranks
+        nodes = Nodes(device, each, ranks // each, together, self.host)
+        return Hardware(self.name, (nodes,), (links,), 1.0)
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the

@@ -94,7 +94,8 @@ def estimate_job(
     if sharing is not None:  # all that ranks of a node do, they do with what they share
         together = min(job.strategy.world_size, sharing.devices)
         busy_s *= together / sharing.most(together)
-        pipeline_s = max(pipeline_s, busy_s)
+        alike = min(job.strategy.tp, sharing.devices)  # the ranks of tp compute at once
+        pipeline_s = max(pipeline_s / sharing.speed(alike), busy_s)
     return Estimate(
         pipeline_s + state_s + optimizer_s,
         pipeline_s=pipeline_s,

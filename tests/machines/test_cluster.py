@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from merakc.machines.cluster import Cluster, Device, Hardware, Nodes
+from merakc.machines.cluster import NOMINAL_CPU, Cluster, Device, Hardware, Nodes, Sharing
 from merakc.machines.links import Level
 
 CLUSTER = Cluster("two cores", 1e11, 2e10, 5e-6, 8 << 30, 1e-4, 1.25e8)
@@ -64,3 +65,14 @@ def test_memory_is_symmetric_as_far_as_the_level_that_joins_the_ranks_says() -> 
     assert not flat.joining(5).symmetric_memory
     alone = dataclasses.replace(CLUSTER, symmetric_memory=True)
     assert alone.described(4).flat().symmetric_memory
+
+
+def test_what_shares_cores_is_a_node() -> None:
+    sharing = Sharing((1.0, 0.9), 4)
+    cluster = replace(NOMINAL_CPU, sharing=sharing)
+    for ranks, nodes in ((4, 1), (8, 2), (2, 1), (6, 1)):
+        found = cluster.described(ranks)
+        assert len(found.devices) == ranks
+        assert found.nodes[0].count == nodes
+    assert cluster.described(8).sharing == sharing
+    assert NOMINAL_CPU.described(8).nodes[0].count == 1

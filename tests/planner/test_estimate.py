@@ -210,5 +210,8 @@ def test_ranks_that_share_cores_take_at_least_what_all_do_on_them() -> None:
     assert shared.pipeline_s == pytest.approx(busy_s / 1.8)
     assert shared.pipeline_s > plain.pipeline_s
     assert shared.bubble_share == pytest.approx(0.0)
+    both = replace(strategy, tp=2)  # of which two compute at once
+    least_s = estimate_step(PIECES, both, alone).pipeline_s / 0.9
+    assert estimate_step(PIECES, both, replace(alone, nodes=nodes)).pipeline_s >= least_s
     wide = tuple(replace(n, together=(1.0,) * 4) for n in alone.nodes)
     assert estimate_step(PIECES, strategy, replace(alone, nodes=wide)).step_s == plain.step_s

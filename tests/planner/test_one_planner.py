@@ -28,7 +28,7 @@ from tests.recorded import one_of_several
 
 CLUSTERS: dict[str, Callable[[int], Cluster]] = {
     "cores": lambda _: NOMINAL_CPU,
-    "few cores": lambda _: replace(NOMINAL_CPU, sharing=Sharing((1.0, 1.8), 4)),
+    "few cores": lambda _: replace(NOMINAL_CPU, sharing=Sharing((1.0, 0.9), 4)),
     "GPUs": lambda _: NOMINAL_GPU,
     "h100": lambda ranks: hardware_for("h100", ranks).flat("float32"),
     "rtx-4090": lambda ranks: hardware_for("rtx-4090", ranks).flat("float32"),
