@@ -30,7 +30,7 @@ from merakc.simulation.held import Peak
 
 # Larger buckets are tried of ways with which a rank waits no more than that times as long as with
 # the best: the same ways stay behind.
-CLOSE = 1.25
+HARDLY_LONGER = 1.25
 # The most dp ranks whose whole lattice of shards is tried.
 FINE = 8
 # The shards of each stage.
@@ -68,9 +68,9 @@ def choose_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) 
     keys: list[dict[Way, _Waits]] = [{} for _ in range(plan.pp)]
     worst_s, same = math.inf, (math.inf, _as_they_are(plan))
     ways = _ways(plan, cluster) if are_open else [_as_they_are(plan)]
-    lacking = {way: sum(trial.lacking(_with_shards(lowered, way))) for way in ways}
-    ways = sorted(ways, key=lacking.__getitem__)
-    if lacking[ways[0]]:  # nothing fits
+    lacking = {way: trial.lacking(_with_shards(lowered, way)) for way in ways}
+    ways = sorted(ways, key=lambda way: sum(lacking[way]))
+    if any(map(min, zip(*lacking.values(), strict=True))):  # a rank has no room with any of them
         return Chosen(ways[0], ways[0], math.inf)
     for scale in bucket_scales(max(map(_held_bytes, lowered.stages.local))):
         step_s, ran = math.inf, dict[Way, Way]()
@@ -91,7 +91,8 @@ def choose_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) 
             for of_rank, own in zip(keys, waits, strict=True):
                 of_rank[scaled] = own
         before_s, worst_s = worst_s, max(min(own.values())[1] for own in keys)
-        if math.isinf(same[0]) or not WORTH_SHARE * step_s < worst_s < before_s:
+        is_short = any(min(own.values())[0] for own in keys)
+        if is_short or not WORTH_SHARE * step_s < worst_s < before_s:
             break
         ways = [way for way in ways if way not in ran or _is_close(keys, ran[way])]
     best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
@@ -103,7 +104,7 @@ def _is_close(keys: Sequence[Mapping[Way, _Waits]], way: Way) -> bool:
     """Whether some rank lacks as little with a way as with others, and waits hardly longer."""
     best = [min(own.values()) for own in keys]
     return any(
-        own[way][0] <= lacking and own[way][1] <= CLOSE * wait_s
+        own[way][0] <= lacking and own[way][1] <= HARDLY_LONGER * wait_s
         for own, (lacking, wait_s, *_) in zip(keys, best, strict=True)
     )
 

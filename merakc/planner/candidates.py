@@ -111,15 +111,13 @@ def find_candidates(
         raise _nothing_divides(table, request)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
 
-    def look(strategy: Strategy) -> Outlook:
-        return outlook_of(table, strategy, request, hardware, precision)
-
     def least_s(strategy: Strategy, like: Outlook | Candidate) -> float:
         """A sample in another order of work, which saves what is idle."""
         own_s = bounds.of(strategy)
         if hardware.is_mixed:  # its stages may suit unlike devices better
             return own_s
-        return max(own_s, like.sample_s - like.idle_s / strategy.total_batch_size)
+        busy_s = like.estimate.step_s - like.estimate.idle_s
+        return max(own_s, busy_s / strategy.total_batch_size)
 
     bounds, left = Bounds(table, hardware), _Left()
     for group in groups.values():
@@ -127,7 +125,7 @@ def find_candidates(
     for group, outlook in left.below(lambda: result.best_s):
         (strategy, *others), priced = group, None
         if outlook is None:
-            outlook = look(strategy)
+            outlook = outlook_of(table, strategy, request, hardware, precision)
             least = [outlook.in_full_s, *(least_s(other, outlook) for other in others)]
             left.add(min(least), group, outlook)
             continue
@@ -140,7 +138,8 @@ def find_candidates(
     for one in result.ranked[:RUNNERS_UP]:  # with the other axis inside
         if min(one.strategy.dp, one.strategy.pp) > 1 and not hardware.is_mixed:
             turned = replace(one.strategy, inner="dp")
-            result.add(turned, price(look(turned), request, hardware))
+            outlook = outlook_of(table, turned, request, hardware, precision)
+            result.add(turned, price(outlook, request, hardware))
 
 
 def _nothing_divides(table: PieceTable, request: Request) -> MerakError:

@@ -56,11 +56,6 @@ class Candidate:
         """Seconds of a step for each sample of the whole batch."""
         return self.estimate.step_s / self.strategy.total_batch_size
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds of a step in which an average rank waits for others."""
-        return self.estimate.idle_s
-
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
@@ -86,8 +81,8 @@ def job_of(table: PieceTable, strategy: Strategy, hardware: Hardware, precision:
 
 @dataclass
 class Bounds:
-    """Seconds a sample that no order of work can beat: no stage longer than others, nothing waited
-    for.
+    """Seconds a sample that no order of work can beat: no stage longer than others, and nothing
+    waited for but a rank's first work.
     """
 
     table: PieceTable
@@ -153,11 +148,6 @@ class Outlook:
     def sample_s(self) -> float:
         """Seconds of a step for each sample of the whole batch, at the least."""
         return self.estimate.step_s / self.strategy.total_batch_size
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds of a step in which an average rank waits for others."""
-        return self.estimate.idle_s
 
     @property
     def in_full_s(self) -> float:
@@ -241,7 +231,7 @@ def _fitting(
         return estimate_job(job, way, recompute, waits[way])
 
     for recompute in kinds:
-        open_ways = [k for k, sizes in enumerate(held) if all(map(operator.lt, sizes, memory))]
+        open_ways = [k for k, way in enumerate(ways) if holds(job, way)]
         if recompute == "none" and open_ways:
             kept = estimated(ways[0], recompute)
             others = [peak - sizes for peak, sizes in zip(kept.peak_bytes, held[0], strict=True)]
