@@ -301,8 +301,8 @@ class Cluster:
         return self if self.hardware else replace(self, hardware=self.described(ranks))
 
     def described(self, ranks: int) -> Hardware:
-        """Its hardware; where nothing is said of it, one node of `ranks` devices, or nodes of as many
-        as share cores.
+        """Its hardware; where nothing is said of it, one node of `ranks` devices, or nodes of as
+        many as share cores.
         """
         if self.hardware is not None:
             return self.hardware
