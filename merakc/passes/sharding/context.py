@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from merakc.analysis.aliases import is_view
+from merakc.analysis.minimum_cut import MinimumCut
 from merakc.costs.device import place_on
 from merakc.costs.nodes import divided_seconds
 from merakc.errors import ShardError
@@ -32,7 +33,7 @@ from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.gradient_sums import gradient_sums
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
-from merakc.passes.sharding.sequence import MAX_DIMS, Cut, Problem, aliases_of
+from merakc.passes.sharding.sequence import MAX_DIMS, Problem, aliases_of
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
 
@@ -268,7 +269,7 @@ class ContextProblem(Problem):
         None if that is none.
         """
         movable = self._movable(factor)
-        cut = Cut()
+        cut = MinimumCut()
         for node in self.graph.nodes:
             if node.name in movable:
                 self._add_node(cut, node, factor, movable)
@@ -303,7 +304,7 @@ class ContextProblem(Problem):
         counting = frozenset[str]().union(*(b.counting for b in self.experts)) & nodes
         return saved_s, SequenceSplit(nodes, frozenset(kept), layouts, frozenset(whole), counting)
 
-    def _add_node(self, cut: Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
+    def _add_node(self, cut: MinimumCut, node: Node, factor: Factor, movable: Set[str]) -> None:
         """The cost of the node whole: the work that all ranks repeat; on parts, that of a sum."""
         work_s = divided_seconds(node, self.specs, self.machine)
         cut.add("source", node.name, (1 - 1 / self.sharding.tp) * PASSES * work_s)
@@ -312,7 +313,7 @@ class ContextProblem(Problem):
             cut.add(node.name, "sink", 2 * self._gathered_s(made_bytes))
 
     def _add_reads(
-        self, cut: Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
+        self, cut: MinimumCut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
     ) -> None:
         """The cost of gathering and cutting the node's arguments. Of parameters none: their
         gradients are sums over the ranks whatever is split.

@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
-import numpy as np
-
 from merakc.analysis.aliases import FREE
+from merakc.analysis.minimum_cut import MinimumCut
 from merakc.costs.device import place_on, traffic_seconds
 from merakc.costs.fabric import all_gather_seconds
 from merakc.costs.nodes import divided_seconds
@@ -36,8 +35,6 @@ from merakc.passes.sharding.propagate import propagate
 # Without latencies a small model is split like the large one that it stands for.
 FIGURES = replace(NOMINAL_GPU, link_latency_s=0.0)
 MAX_DIMS = 4  # that are tried: sequence and hidden dim of an encoder and of a decoder
-UNITS = 10**9  # the integer capacity that no cut is dearer than
-LEAST_UNITS = 16  # that every cost should be
 
 
 def split_sequences(dims: Dims, sharding: Sharding, chosen: set[Factor]) -> Sharding:
@@ -187,7 +184,7 @@ class Problem:
             if self.is_exit(n) and self.place(Ref(n.name), factor) is not None
         }
         open_nodes = movable | exits
-        cut = Cut()
+        cut = MinimumCut()
         for node in self.graph.nodes:
             if node.name in open_nodes:
                 self._add_node(cut, node, factor, movable)
@@ -226,7 +223,7 @@ class Problem:
             if self.place(ref, factor) is not None
         }
 
-    def _add_node(self, cut: Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
+    def _add_node(self, cut: MinimumCut, node: Node, factor: Factor, movable: Set[str]) -> None:
         """The cost of the node outside a split sequence: repeated work, or half an all-reduce."""
         made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
         if node.name in movable:
@@ -239,7 +236,7 @@ class Problem:
             cut.add("source", node.name, self._gathered_s(made_bytes))
 
     def _add_reads(
-        self, cut: Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
+        self, cut: MinimumCut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
     ) -> None:
         """The cost of moving the node's arguments to its side."""
         reader = node.name if node.name in movable else "sink"
@@ -270,49 +267,3 @@ class Problem:
 def aliases_of(node: Node) -> dict[Ref, Ref]:
     """The node's arguments, each under a name that says only which one it is."""
     return {ref: Ref(f"x{k}") for k, ref in enumerate(dict.fromkeys(node.refs))}
-
-
-class Cut:
-    """A minimum cut between "source" and "sink"."""
-
-    def __init__(self) -> None:
-        self.names = {"source": 0, "sink": 1}
-        self.edges: dict[tuple[int, int], float] = {}
-
-    def add(self, tail: str, head: str, cost_s: float = float("inf")) -> None:
-        """Adds an edge; its cost counts where its tail is on the source's side, its head not."""
-        key = tuple(self.names.setdefault(n, len(self.names)) for n in (tail, head))
-        self.edges[key[0], key[1]] = cost_s
-
-    def source_side(self) -> tuple[set[str], float]:
-        """The names on the source's side of the smallest cut of least cost, and what it costs
-        less than the cut around the source alone.
-        """
-        from scipy.sparse import coo_array  # as in `choose`
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-        costs = np.array(list(self.edges.values()))
-        most_s = costs[np.isfinite(costs)].sum()
-        if not most_s:
-            return set(), 0.0
-        least_s = costs[costs > 0].min()
-        rows, columns = (np.array(x) for x in zip(*self.edges, strict=True))
-        shape = len(self.names), len(self.names)
-        while True:
-            unit_s = most_s / UNITS
-            capacities = np.full(len(costs), 2 * UNITS, dtype=np.int32)
-            capacities[costs <= most_s] = np.rint(costs[costs <= most_s] / unit_s)
-            graph = coo_array((capacities, (rows, columns)), shape).tocsr()
-            found = maximum_flow(graph, 0, 1)
-            # No edge that is dearer than a cut is in the least one: without them units are smaller.
-            cut_s = (2 * found.flow_value + len(costs)) * unit_s
-            if least_s >= LEAST_UNITS * unit_s or cut_s > most_s / 2:
-                break
-            most_s = cut_s
-        left = graph.astype(np.int64) - found.flow.astype(np.int64)
-        left.data[left.data < 0] = 0
-        left.eliminate_zeros()
-        reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        everything_s = sum(c for (tail, _), c in self.edges.items() if tail == 0)
-        side = {name for name, k in self.names.items() if k in reached}
-        return side, everything_s - found.flow_value * unit_s

@@ -161,3 +161,46 @@ def test_the_two_gradients_of_a_convolution_are_apart() -> None:
     (weights,) = [n for n in second.nodes if n.op == CONVOLUTION]
     assert inputs.args[-1] == (True, False, False)
     assert weights.args[-1] == (False, True, True)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "resnet", "mixtral"])
+def test_less_waits_for_the_second_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than where the first has nothing but what others wait for; and the second has all products of
+    gradients of weights.
+    """
+    case = MODELS[name]
+    recording = record(case.model(), (), case.batch(2))
+    lowered = make_plan(recording, Strategy().on(Mesh(pp=STAGES), micro_batches=1), NOMINAL_CPU)
+    chunk = lowered.stage_graphs(1, 0)
+
+    def halves() -> tuple[int, int]:
+        first, second = split_backward(chunk)
+        order = ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD
+        split = replace(chunk, input_grad=first, weight_grad=second)
+        return order_bytes(split, order, later=True)[1].held_bytes, _products(second)
+
+    held_bytes, products = halves()
+    monkeypatch.setattr("merakc.passes.autodiff.split_backward._at_once", lambda *_: set())
+    most_bytes, all_products = halves()
+    assert products == all_products > 0
+    assert held_bytes < most_bytes if name != "resnet" else held_bytes <= most_bytes
+
+
+def test_the_gradient_of_a_norms_weight_is_made_at_once() -> None:
+    rows, weight = TensorSpec((64, 8), torch.float64), TensorSpec((8,), torch.float64)
+    x = Input("x", InputKind.ACTIVATION, rows, "x", True)
+    inputs = [
+        Input("w", InputKind.PARAMETER, weight, "w", True),
+        Input("a", InputKind.PARAMETER, TensorSpec((8, 8), torch.float64), "a", True),
+    ]
+    nodes = (
+        Node("n", "aten.mul.Tensor", (Ref("x"), Ref("w")), (), (rows,)),
+        Node("p", "aten.mm.default", (Ref("n"), Ref("a")), (), (rows,)),
+    )
+    graph = Graph((x, *inputs), nodes, (Output("p", OutputKind.ACTIVATION, Ref("p")),))
+    chunk = differentiate(graph)
+    _check_stage(chunk, {})
+    first, second = split_backward(chunk)
+    assert [n.op for n in second.nodes if n.op.startswith("aten.mm")] == ["aten.mm.default"]
+    assert not any(n.op.startswith("aten.sum") for n in second.nodes)
+    assert {o.name for o in second.outputs} == {"w", "a"}

@@ -13,7 +13,6 @@ from merakc.ir.graph import Graph, Ref
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan, training_graph
 from merakc.machines.cluster import NOMINAL_GPU
-from merakc.passes.sharding.sequence import Cut
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.stage import assign_stages, split_stages
@@ -161,28 +160,3 @@ def test_activations_shrink_with_tp() -> None:
         for form in (False, True)
     ]  # fmt: skip
     assert held[1] < 0.6 * held[0]
-
-
-def test_the_cut_is_the_cheapest() -> None:
-    cut = Cut()
-    cut.add("source", "a", 5.0)
-    cut.add("source", "b", 1.0)
-    cut.add("a", "sink", 2.0)
-    cut.add("b", "sink", 3.0)
-    side, saved_s = cut.source_side()
-    assert side == {"source", "a"}
-    assert saved_s == pytest.approx(3.0)
-    cut.add("a", "b")  # a only with b
-    side, saved_s = cut.source_side()
-    assert side == {"source", "a", "b"}
-    assert saved_s == pytest.approx(1.0)
-
-
-def test_a_cut_tells_small_costs_beside_large_ones() -> None:
-    cut = Cut()
-    for name, gain_s, price_s in (("dear", 1e14, 5.0), ("cheap", 3.0, 1.0), ("loss", 1.0, 3.0)):
-        cut.add("source", name, gain_s)
-        cut.add(name, "sink", price_s)
-    side, saved_s = cut.source_side()
-    assert side == {"source", "dear", "cheap"}
-    assert saved_s == pytest.approx(1e14 - 3, rel=1e-15)
