@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from merakc.analysis.liveness import live_bytes
 from merakc.costs.buckets import dp_group
 from merakc.costs.device import place_on
 from merakc.costs.fabric import all_gather_seconds, axis_group
 from merakc.costs.nodes import graph_seconds
-from merakc.costs.stage import rough_seconds
 from merakc.costs.work.memory import order_bytes
-from merakc.costs.work.pieces import kept_and_again
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.costs import StageCost
-from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.program import ActionKind, Mesh, StageGraphs
 from merakc.machines.cluster import Cluster, Device
 
@@ -54,27 +50,13 @@ def head_bytes(head: Head, chunk: StageGraphs, layout: BatchLayout) -> HeadBytes
     gradients = {o.name for o in chunk.backward.outputs} if chunk.backward else set()
     for after in backward:
         running = max(running, forward.held_bytes + after.peak_bytes)
-    return _head_bytes(head, layout, running, gradients)
-
-
-def _rough_bytes(head: Head, layout: BatchLayout) -> HeadBytes:
-    """The same from the forward alone."""
-    graph = head.graph
-    running = head.size_bytes + max(kept_and_again(graph)[0], live_bytes(graph).peak_bytes)
-    return _head_bytes(head, layout, running, {i.name for i in graph.inputs if i.requires_grad})
-
-
-def _head_bytes(
-    head: Head, layout: BatchLayout, running_bytes: int, gradients: set[str]
-) -> HeadBytes:
-    """`running_bytes` are there at the most while the graphs run, what they read included."""
     of_parts = sum(layout.micro_batches * _part_bytes(s, layout) for s in head.waist)
     trained = [s for s in head.waist if s.name in gradients]
     tangents = {s.name: _part_bytes(s, layout) for s in trained}
     handed = sum(s.spec.size_bytes for s in trained) + layout.micro_batches * sum(
         tangents[s.name] for s in trained if s.kind is ShareKind.ROWS
     )
-    peaks = [running_bytes, handed]
+    peaks = [running, handed]
     if len(layout.sizes) > 1:  # the message that comes, and what is made of it
         peaks.append(2 * head.size_bytes + of_parts)
     shared = frozenset(s.name for s in trained if s.kind is not ShareKind.ROWS)
@@ -103,34 +85,17 @@ def gather_seconds(head: Head, mesh: Mesh, cluster: Cluster) -> float:
     return all_gather_seconds(gathered_bytes(head, mesh.dp), group, ranks.fabric)
 
 
-def planned_head(
-    cost: StageCost, head: Head, local: Graph, layout: BatchLayout, mesh: Mesh, cluster: Cluster,
-    device: Device | None = None,
-) -> StageCost:  # fmt: skip
-    """The cost of the stage that runs the head, from forwards alone."""
-    seconds = sum(rough_seconds(head.graph, place_on(cluster, mesh.tp, device)))
-    specs, own = local.specs(), {i.name for i in local.inputs}
-    waist = {o.ref for o in local.outputs if o.kind is OutputKind.WAIST and o.ref.node not in own}
-    found = _rough_bytes(head, layout)
-    return replace(
-        cost,
-        head_s=seconds + gather_seconds(head, mesh, cluster),
-        head_peak_bytes=found.peak_bytes,
-        waist_bytes=sum(specs[ref].size_bytes for ref in waist),
-        tangent_bytes=found.per_micro_batch(layout.micro_batches),
-    )
-
-
-def compiled_head(
+def with_head(
     cost: StageCost,
     head: Head,
     chunk: StageGraphs,
     layout: BatchLayout,
     mesh: Mesh,
     cluster: Cluster,
+    device: Device | None = None,
 ) -> StageCost:
     """The cost of the stage that runs the head, from the head's own graphs."""
-    place = place_on(cluster, mesh.tp)
+    place = place_on(cluster, mesh.tp, device)
     seconds = graph_seconds(chunk.forward, place, place.factors.forward)
     if chunk.backward is not None:
         seconds += graph_seconds(chunk.backward, place, place.factors.backward)

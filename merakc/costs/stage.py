@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from merakc.analysis.liveness import live_bytes
 from merakc.costs.device import Place, backward_seconds, forward_seconds
 from merakc.costs.nodes import graph_seconds
 from merakc.costs.work.kernels import graph_work
 from merakc.costs.work.memory import ActionBytes, Sum, order_bytes
-from merakc.costs.work.pieces import kept_and_again
 from merakc.costs.work.sharded import StateBytes, graph_state_bytes
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
@@ -69,7 +67,8 @@ def stage_cost(
         checkpoint_bytes=again[0].held_bytes if again else 0,
         deferred_bytes=split[1].held_bytes if split else 0,
         forward_peak_bytes=forward.peak_bytes,
-        backward_peak_bytes=max(backward.peak_bytes, split[1].peak_bytes if split else 0),
+        backward_peak_bytes=backward.peak_bytes,
+        input_grad_peak_bytes=split[1].peak_bytes if split else 0,
         checkpoint_peak_bytes=again[0].peak_bytes if again else 0,
         recompute_peak_bytes=again[1].peak_bytes if again else 0,
         weight_peak_bytes=split[2].peak_bytes if split else 0,
@@ -115,44 +114,6 @@ def with_state(
         cost,
         static_bytes=static_bytes(graph, shards, precision, on_host=on_host),
         reduced_bytes=reduced_bytes(graph, shards, precision, on_host=on_host),
-    )
-
-
-def rough_stage_cost(
-    local: Graph,
-    place: Place,
-    shards: StateShards = UNSHARDED,
-    precision: Precision | None = None,
-    tied: Mapping[str, StateShards] = NONE_TIED,
-    on_host: Collection[str] = (),
-) -> StageCost:
-    """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
-
-    Half of what is saved counts as deferred from the input to the weight gradient; a recomputation
-    starts from what the stage has received.
-    """
-    forward_s, backward_s = rough_seconds(local, place)
-    saved, again = local.told(kept_and_again)
-    backward_s += rough_seconds(again, place)[0]
-    received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
-    peak_bytes = local.told(live_bytes).peak_bytes
-    half_s = backward_s / 2
-    return StageCost(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        input_grad_s=half_s,
-        weight_grad_s=half_s,
-        recompute_s=forward_s,
-        saved_bytes=saved,
-        checkpoint_bytes=received,
-        deferred_bytes=saved // 2,
-        forward_peak_bytes=max(saved, peak_bytes),
-        backward_peak_bytes=peak_bytes,
-        checkpoint_peak_bytes=peak_bytes,
-        recompute_peak_bytes=max(saved, peak_bytes),
-        weight_peak_bytes=peak_bytes,
-        static_bytes=static_bytes(local, shards, precision, tied, on_host),
-        reduced_bytes=reduced_bytes(local, shards, precision, tied, on_host),
     )
 
 

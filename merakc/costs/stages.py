@@ -10,7 +10,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from merakc.costs.device import Place, backward_seconds, forward_seconds, traffic_seconds
+from merakc.costs.device import (
+    Place,
+    backward_seconds,
+    forward_seconds,
+    traffic_seconds,
+    work_seconds,
+)
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.state import MIXED, Layer, Precision, state_bytes
 from merakc.costs.work.pieces import Piece
@@ -20,11 +26,14 @@ from merakc.ir.state import UNSHARDED, StateShards
 
 @dataclass(frozen=True, slots=True)
 class PieceCost:
-    """A piece's seconds, and whether a measurement has told of them."""
+    """A piece's seconds, those of its backward that no earlier piece waits for, and whether a
+    measurement has told of them.
+    """
 
     forward_s: float
     backward_s: float
     measured: bool = False
+    weight_grad_s: float = 0.0
 
 
 def piece_cost(
@@ -36,6 +45,7 @@ def piece_cost(
         factor * forward_seconds(piece.work, place),
         factor * backward_seconds(piece.work, place),
         corrections.is_measured(labels),
+        factor * work_seconds(piece.work.weight_grad, place, place.factors.backward),
     )
 
 
@@ -109,26 +119,31 @@ def stage_costs(
         blocks = [k for k in stage if pieces[k].path]
         parameters = stage_parameters(own)
         added = (precision.parameter_bytes + 2 * precision.gradient_bytes) * parameters
-        backward_s = sum(costs[k].backward_s for k in stage)
-        backward_s += traffic_seconds(added, place.device)
+        added_s = traffic_seconds(added, place.device)
+        backward_s = sum(costs[k].backward_s for k in stage) + added_s
         entering = sum(pieces[k - 1].handed_bytes for k in blocks if k)
         rest = sum(pieces[k].saved_bytes for k in stage if k not in blocks)
         largest = max((pieces[k].saved_bytes for k in blocks), default=0)
         if stagewise:
             blocks, rest, largest = list(stage), 0, 0
             entering = pieces[stage[0] - 1].handed_bytes if stage[0] else 0
+        # Where a stage receives nothing, nobody waits for gradients.
+        weight_grad_s = sum(costs[k].weight_grad_s for k in stage) + added_s
+        weight_grad_s = min(weight_grad_s, backward_s) if stage[0] else backward_s
+        peak_bytes = max(p.gradient_bytes for p in own) if gradients else 0
         found.append(
             StageCost(
                 forward_s=sum(costs[k].forward_s for k in stage),
                 backward_s=backward_s,
-                input_grad_s=backward_s / 2,
-                weight_grad_s=backward_s / 2,
-                deferred_bytes=sum(piece.saved_bytes for piece in own) // 2,
+                input_grad_s=backward_s - weight_grad_s,
+                weight_grad_s=weight_grad_s,
+                deferred_bytes=sum(p.deferred_bytes if stage[0] else p.saved_bytes for p in own),
                 recompute_s=sum(costs[k].forward_s for k in blocks),
                 saved_bytes=sum(piece.saved_bytes for piece in own),
                 checkpoint_bytes=entering + rest,
                 recompute_peak_bytes=largest,
-                backward_peak_bytes=max(p.gradient_bytes for p in own) if gradients else 0,
+                backward_peak_bytes=peak_bytes,
+                input_grad_peak_bytes=peak_bytes,
                 static_bytes=state_bytes(parameters, shards, precision),
             )
         )

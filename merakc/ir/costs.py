@@ -37,8 +37,9 @@ class StageCost:
     once they are reduced (less, where it is negative). Where a micro-batch is recomputed, the
     forward leaves `checkpoint_bytes` behind, and the recomputation makes them `saved_bytes`. Where
     the backward is split, `deferred_bytes` live from the input gradient to the weight gradient.
-    `checkpoint_peak_bytes`, `recompute_peak_bytes` and `weight_peak_bytes` are the highest points
-    of a forward that leaves a checkpoint, of a recomputation and of a weight gradient.
+    `checkpoint_peak_bytes`, `recompute_peak_bytes`, `input_grad_peak_bytes` and `weight_peak_bytes`
+    are the highest points of a forward that leaves a checkpoint, of a recomputation, and of an
+    input and a weight gradient.
 
     What couples the samples reads `waist_bytes` of a micro-batch, beside those that it saves, and
     leaves it `tangent_bytes` until the end of its backward; `head_peak_bytes` is its highest point.
@@ -61,6 +62,7 @@ class StageCost:
     backward_peak_bytes: int = 0
     checkpoint_peak_bytes: int = 0
     recompute_peak_bytes: int = 0
+    input_grad_peak_bytes: int = 0
     weight_peak_bytes: int = 0
     static_bytes: int = 0
     reduced_bytes: int = 0
@@ -79,7 +81,7 @@ class StageCost:
         return (
             Effect(self.forward_s, self.forward_peak_bytes, saved),
             Effect(self.backward_s, self.backward_peak_bytes, -saved),
-            Effect(self.input_grad_s, self.backward_peak_bytes, deferred - saved),
+            Effect(self.input_grad_s, self.input_grad_peak_bytes, deferred - saved),
             Effect(self.weight_grad_s, self.weight_peak_bytes, -deferred),
             Effect(self.recompute_s, self.recompute_peak_bytes, saved - checkpoint),
             Effect(self.forward_s, self.checkpoint_peak_bytes, checkpoint),

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.device import place_on
-from merakc.costs.head import even_layout, planned_head
+from merakc.costs.head import even_layout, with_head
 from merakc.costs.host import moved_seconds
 from merakc.costs.pipeline_links import pipeline_links
 from merakc.costs.ranks import stage_devices
-from merakc.costs.stage import faster, rough_stage_cost
+from merakc.costs.stage import faster
 from merakc.costs.state import Precision
 from merakc.costs.work.sharded import OPTIMIZER_STATES
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
@@ -20,11 +20,11 @@ from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import CollectiveKind
-from merakc.ir.recompute import IN_BACKWARD
+from merakc.lowering.graph_costs import graph_costs
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
-from merakc.lowering.recompute import recomputed_costs
 from merakc.machines.cluster import Cluster
+from merakc.passes.pipeline import called_pieces
 from merakc.passes.programs.collectives import Touches
 from merakc.simulation.simulate import Simulation, simulate
 
@@ -45,7 +45,8 @@ def predict(
 
     Unless it is to be `traced`, the simulation holds no events.
 
-    Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
+    Without `costs` of the stages, those of their graphs as calls are used, and without `touches`
+    rough ones; `collectives` are those that
     the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
     those between stages, `overlap` the share of their speed that collectives over dp have beside
     computes, otherwise that of the cluster.
@@ -136,42 +137,17 @@ def _collective_seconds(
 
 
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
-    """Costs of the stages, less the communication that is to run under computation: rough ones,
-    but of backwards that make blocks again, or of values that wait on the host, those of their own
-    graphs.
-    """
+    """Costs of the stages' own graphs, less the communication that is to run under computation."""
     plan = lowered.plan
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
-    places = [place_on(cluster, plan.tp, device) for device in devices]
-    if plan.recompute in IN_BACKWARD or plan.host_activations:
-        costs = tuple(recomputed_costs(lowered, places))
-    else:
-        costs = tuple(
-            rough_stage_cost(
-                g,
-                places[s],
-                plan.shards(s),
-                precision=plan.precision,
-                tied=plan.tied_shards(s),
-                on_host=plan.host_states,
-            )
-            for s, g in enumerate(lowered.stages.local)
-        )
+    costs = graph_costs(lowered, [place_on(cluster, plan.tp, device) for device in devices])
     gains = overlap_gains(lowered) or (0.0,) * len(costs)
     found = [faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True)]
     head, at = lowered.loss.head, lowered.head_stage
     if head is not None and at is not None:
-        layout, local = even_layout(plan.mesh, plan.micro_batches), lowered.stages.local[at]
-        found[at] = planned_head(
-            found[at],
-            head,
-            local,
-            layout=layout,
-            mesh=plan.mesh,
-            cluster=cluster,
-            device=devices[at],
-        )
+        layout, chunk = even_layout(plan.mesh, plan.micro_batches), head.graph.told(called_pieces)
+        found[at] = with_head(found[at], head, chunk, layout, plan.mesh, cluster, devices[at])
     return tuple(found)
 
 

@@ -14,7 +14,6 @@ from merakc.analysis.buckets import WORTH_SHARE, BucketSpec, bucket_scales, para
 from merakc.costs.buckets import bucket_seconds, dp_group
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.stage import with_state
-from merakc.costs.work.keep import with_kept
 from merakc.costs.work.sharded import GATHERED
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
@@ -116,8 +115,7 @@ class _Trial:
         plan, local = lowered.plan, lowered.stages.local
         self.cluster, self.memory_bytes = cluster, rank_memory_bytes(cluster, plan.mesh)
         self.touches = {s: graph.told(rough_touches) for s, graph in enumerate(local)}
-        costs = planned_costs(lowered, cluster)
-        self.costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
+        self.costs = planned_costs(lowered, cluster)
         self.steps = Steps(lowered)
         self.counts = [_computes(program) for program in self.steps.whole]
         _, simulation = try_out(lowered, cluster, self.costs, steps=self.steps, over_dp=False)

@@ -143,10 +143,15 @@ def _split_backward(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 def _checkpoint(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     if ActionKind.RECOMPUTE not in at.kinds:
         return stage
+    keep_bytes = at.plan.keep_bytes[at.stage] if at.plan.recompute == "solved" else 0
+    return _with_checkpoint(stage, keep_bytes, at.plan.tp)
+
+
+def _with_checkpoint(stage: StageGraphs, keep_bytes: int, tp: int) -> StageGraphs:
     kept: Collection[Ref] = ()
-    if at.plan.recompute == "solved":
+    if keep_bytes:
         # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
-        kept = within_bytes(stage, at.plan.keep_bytes[at.stage], place_on(NOMINAL_GPU, at.plan.tp))
+        kept = within_bytes(stage, keep_bytes, place_on(NOMINAL_GPU, tp))
     return checkpointed(stage, kept)
 
 
@@ -370,20 +375,26 @@ def called_pieces(local: Graph) -> StageGraphs:
 @dataclass(frozen=True, slots=True)
 class PiecesOf:
     """Makes the pieces of a stage from its forward: what its blocks do not keep (`kept`, for which
-    `recompute` may stand) the backward makes again, perhaps `split`. For `Graph.told`.
+    `recompute` may stand) the backward makes again. Perhaps with the backward `split` beside the
+    whole one, and a `checkpoint` of at most `keep_bytes` on one of `tp` ranks. For `Graph.told`.
     """
 
-    recompute: str
+    recompute: str = "none"
     kept: str = ""
     split: bool = False
+    checkpoint: bool = False
+    keep_bytes: int = 0
+    tp: int = 1
 
     def __call__(self, local: Graph) -> StageGraphs:
         """The pieces, of calls that run one by one."""
         stage = _made_again(local.told(called_pieces), self.recompute, self.kept)
-        if not self.split or stage.backward is None:
+        if stage.backward is None:
             return stage
-        input_grad, weight_grad = split_backward(stage)
-        return replace(stage, input_grad=input_grad, weight_grad=weight_grad)
+        if self.split:
+            input_grad, weight_grad = split_backward(stage)
+            stage = replace(stage, input_grad=input_grad, weight_grad=weight_grad)
+        return _with_checkpoint(stage, self.keep_bytes, self.tp) if self.checkpoint else stage
 
 
 def differentiate(graph: Graph) -> StageGraphs:

@@ -40,7 +40,7 @@ class _Stage:
 
 def can_split(costs: Sequence[StageCost]) -> bool:
     """Whether the costs say what the halves of every backward take."""
-    return all(c.input_grad_s > 0.0 or c.backward_s == 0.0 for c in costs)
+    return all(c.input_grad_s + c.weight_grad_s > 0.0 or c.backward_s == 0.0 for c in costs)
 
 
 def lower_bound_s(pipeline: Pipeline, capacity_bytes: Sequence[float]) -> float:

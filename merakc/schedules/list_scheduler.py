@@ -116,7 +116,10 @@ class _Scheduler:
         again = {unit // self.m for unit in self.recomputed}
         for stage in stages:
             cost, checkpoint = self.costs[stage], self.checkpoint[stage]
-            own = max(own, cost.backward_peak_bytes, cost.weight_peak_bytes)
+            own = max(own, cost.backward_peak_bytes)
+            if self.rules.split:
+                more_bytes = max(self.effects[stage][INPUT_GRAD].left_bytes, 0)
+                own = max(own, cost.input_grad_peak_bytes - more_bytes, cost.weight_peak_bytes)
             own = max(own, cost.forward_peak_bytes - cost.saved_bytes)
             if stage in again:
                 own = max(own, cost.checkpoint_peak_bytes - checkpoint)
@@ -175,10 +178,17 @@ class _Scheduler:
         return ready, soon_s
 
     def _gradient(self, rank: _Rank, stage: int) -> Work | None:
-        """The next gradient of a stage, or the recomputation before it, or what makes room."""
+        """The next gradient of a stage, or the recomputation before it, or what makes room; where
+        none is made for what waits for a weight gradient, both gradients at once.
+        """
         unit = stage * self.m + self.gradients[stage]
         if unit not in self.recomputed or unit in self.remade:
-            return (INPUT_GRAD if self.rules.split else BACKWARD), unit
+            more_bytes = self.effects[stage][INPUT_GRAD].left_bytes
+            if not self.rules.split:
+                return BACKWARD, unit
+            if rank.live_bytes + more_bytes <= rank.capacity_bytes:
+                return INPUT_GRAD, unit
+            return (WEIGHT_GRAD, rank.pending[0]) if rank.pending else (BACKWARD, unit)
         more_bytes = self.kept[stage] - self.checkpoint[stage]
         if rank.live_bytes + more_bytes <= rank.capacity_bytes:
             if self._is_safe(rank, more_bytes, remade=unit):

@@ -69,7 +69,7 @@ def test_bytes_of_each_action() -> None:
     assert peak("0F0 0R0 0B0", forward_peak_bytes=130) == 100
     assert peak("0F0 0R0 0B0", checkpoint_peak_bytes=130) == 130
     assert peak("0F0 0B0", backward_peak_bytes=130) == 230
-    assert peak("0F0 0I0 0W0", backward_peak_bytes=130) == 230
+    assert peak("0F0 0I0 0W0", input_grad_peak_bytes=130) == 230
     assert peak("0F0 0I0 0W0", weight_peak_bytes=130) == 190
 
 

@@ -77,6 +77,7 @@ def within_backward(cost: StageCost) -> StageCost:
         recompute_s=0.0,
         saved_bytes=cost.checkpoint_bytes,
         backward_peak_bytes=cost.backward_peak_bytes + cost.recompute_peak_bytes,
+        input_grad_peak_bytes=cost.input_grad_peak_bytes + cost.recompute_peak_bytes,
     )
 
 
@@ -106,6 +107,7 @@ def partly_again(
                 input_grad_s=least.input_grad_s + share * (most.input_grad_s - least.input_grad_s),
                 saved_bytes=least.saved_bytes + int(share * (most.saved_bytes - least.saved_bytes)),
                 backward_peak_bytes=max(least.backward_peak_bytes, most.backward_peak_bytes),
+                input_grad_peak_bytes=max(least.input_grad_peak_bytes, most.input_grad_peak_bytes),
             )
         )
     return found

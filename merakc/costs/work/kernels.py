@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -50,13 +50,15 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The kernels of a forward and of its backward, each with how often it runs; `listed` has them
-    one by one, where they are off a graph.
+    """The kernels of a forward and of its backward, each with how often it runs, and those of the
+    backward that no earlier part waits for; `listed` has them one by one, where they are off a
+    graph.
     """
 
     forward: Counter[Kernel] = field(default_factory=Counter)
     backward: Counter[Kernel] = field(default_factory=Counter)
-    listed: tuple[Sequence[Kernel], Sequence[Kernel]] = field(default=((), ()), compare=False)
+    weight_grad: Counter[Kernel] = field(default_factory=Counter)
+    listed: tuple[Sequence[Kernel], ...] = field(default=((), (), ()), compare=False)
 
 
 ALL_REDUCE = "merakc.all_reduce.default"
@@ -96,18 +98,30 @@ def graph_work(graph: Graph, *, fused: bool = False) -> Work:
 
 
 def parts_work(
-    graph: Graph, part_of: Mapping[str, int], parts: int, *, fused: bool = False
+    graph: Graph,
+    part_of: Mapping[str, int],
+    parts: int,
+    *,
+    fused: bool = False,
+    again: Set[str] = frozenset(),
 ) -> tuple[Work, ...]:
-    """The kernels of each part of a graph; `part_of` has the nodes that are not of part 0."""
-    reader = _Reader(graph)
-    found: list[tuple[list[Kernel], list[Kernel]]] = [([], []) for _ in range(parts)]
+    """The kernels of each part of a graph; `part_of` has the nodes that are not of part 0. The
+    backward makes nodes in `again` a second time.
+    """
+    reader = _Reader(graph, part_of)
+    found: list[tuple[list[Kernel], ...]] = [([], [], []) for _ in range(parts)]
     for group in reader.groups(fused=fused):
-        forward, backward = found[part_of.get(group[0].name, 0)]
-        forward += reader.forward(group)
-        backward += reader.backward(group)
+        forward, backward, weight_grad = found[part_of.get(group[0].name, 0)]
+        own = list(reader.forward(group))
+        forward += own
+        backward += own if group[-1].name in again else ()
+        for ref, kernel in reader.backward(group):
+            backward.append(kernel)
+            if ref not in reader.awaited:
+                weight_grad.append(kernel)
     for ref, kernel in reader.accumulations():
         found[part_of.get(ref.node, 0)][1].append(kernel)
-    return tuple(Work(Counter(own[0]), Counter(own[1]), own) for own in found)
+    return tuple(Work(Counter(f), Counter(b), Counter(w), (f, b, w)) for f, b, w in found)
 
 
 def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, ...]:
@@ -146,10 +160,13 @@ def moves_nothing(node: Node) -> bool:
 
 
 class _Reader:
-    """Reads kernels off a graph."""
+    """Reads kernels off a graph. The gradients of `awaited` values are waited for by earlier parts
+    of it.
+    """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, part_of: Mapping[str, int]) -> None:
         self.graph, self.specs, self.grads = graph, graph.specs(), graph.grad_values()
+        self.awaited = self._awaited(part_of)
         self.parameters = {Ref(i.name) for i in graph.inputs if i.kind is InputKind.PARAMETER}
         self.readers: dict[Ref, set[str]] = {}
         self.origin = view_roots(graph, lambda node, _: moves_nothing(node))
@@ -161,6 +178,18 @@ class _Reader:
                     self.readers.setdefault(seen, set()).add(node.name)
         for out in graph.outputs:
             self.readers.setdefault(self.origin.get(out.ref, out.ref), set()).add("output")
+
+    def _awaited(self, part_of: Mapping[str, int]) -> set[Ref]:
+        given = {Ref(i.name) for i in self.graph.inputs if i.kind is InputKind.ACTIVATION}
+        found = given & self.grads
+        for node in self.graph.nodes:
+            part = part_of.get(node.name, 0)
+            read = [ref for ref in node.refs if ref in self.grads]
+            before = {ref for ref in read if part_of.get(ref.node, part) < part}
+            found |= before
+            if before or not found.isdisjoint(read):
+                found.update(ref for ref in node.outs if ref in self.grads)
+        return found
 
     def groups(self, *, fused: bool) -> list[list[Node]]:
         """The nodes that run, those of one kernel together."""
@@ -195,24 +224,28 @@ class _Reader:
         else:
             yield from node_kernels(node, self.specs)
 
-    def backward(self, group: list[Node]) -> Iterator[Kernel]:
-        """The kernels of a group's gradients; none where nothing asks for them."""
+    def backward(self, group: list[Node]) -> Iterator[tuple[Ref, Kernel]]:
+        """The kernels of a group's gradients, each with an argument whose gradient it makes, of
+        several one that is awaited; none where nothing asks for them.
+        """
         node = group[0]
         asked = [r for n in group for r in n.refs if r in self.grads]
         if not any(n.grad_outputs(self.grads) for n in group) or not asked:
             return
         dtype = dtype_name(node.spec.dtype)
+        any_of = next((ref for ref in asked if ref in self.awaited), asked[0])
         if node.op in CONJUGATE:
-            yield self._collective(node, CONJUGATE[node.op])
+            yield any_of, self._collective(node, CONJUGATE[node.op])
         elif node.op in COLLECTIVES:
             return
         elif node.op in LOSSES:
             moved = _passed(node, self.specs, LOSSES[node.op][1])
-            yield Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype)
+            yield any_of, Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype)
         elif not self._is_plain(node):
-            yield from self._product_gradients(node, asked)
+            yield from self._product_gradients(node, asked, any_of)
         else:
-            yield Kernel(KernelKind.TRAFFIC, 0, self._gradient_bytes(group), dtype=dtype)
+            moved = self._gradient_bytes(group)
+            yield any_of, Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype)
 
     def accumulations(self) -> Iterator[tuple[Ref, Kernel]]:
         """The sums of gradients of values that several nodes read, by value."""
@@ -224,25 +257,31 @@ class _Reader:
                 kernel = Kernel(KernelKind.TRAFFIC, 0, 3 * spec.size_bytes, dtype=dtype)
                 yield from [(ref, kernel)] * more
 
-    def _product_gradients(self, node: Node, asked: list[Ref]) -> Iterator[Kernel]:
+    def _product_gradients(
+        self, node: Node, asked: list[Ref], any_of: Ref
+    ) -> Iterator[tuple[Ref, Kernel]]:
         if node.op in SCORES:
-            again = 1 + sum(ref in asked for ref in node.args[:2])
-            yield from _of_scores(node, self.specs, again, backward=True)
+            x, weight = node.args[:2]
+            again = 1 + (x in asked)
+            for kernel in _of_scores(node, self.specs, again, backward=True):
+                yield any_of, kernel
+            if weight in asked:
+                yield weight, next(_of_scores(node, self.specs, 1, backward=True))
             return
         flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
         batch, m, n, k = _shape(node, self.specs)
         if "attention" in node.op:  # the scores once more, and four products
-            yield _product(node, (batch, m, n, k), flops * 5 // 2, 2 * moved)
+            yield any_of, _product(node, (batch, m, n, k), flops * 5 // 2, 2 * moved)
             return
         first, second = node.args[:2] if len(node.args) > 1 else (None, None)
         if first in asked or not node.refs:
-            yield _product(node, (batch, m, k, n), flops, moved)
+            yield first, _product(node, (batch, m, k, n), flops, moved)
         if second in asked:
-            yield _product(node, (batch, k, n, m), flops, moved)
+            yield second, _product(node, (batch, k, n, m), flops, moved)
         for bias in asked:
             if bias not in (first, second):  # a sum over rows
                 dtype = dtype_name(node.spec.dtype)
-                yield Kernel(KernelKind.TRAFFIC, 0, node.spec.size_bytes, dtype=dtype)
+                yield bias, Kernel(KernelKind.TRAFFIC, 0, node.spec.size_bytes, dtype=dtype)
 
     def _gradient_bytes(self, group: list[Node]) -> int:
         """Gradients of results read, those of arguments written, and what was read, read again."""

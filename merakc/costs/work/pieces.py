@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from merakc.analysis.aliases import is_view, view_roots
-from merakc.costs.work.flops import COLLECTIVES
+from merakc.costs.work.flops import COLLECTIVES, node_flops
 from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, moves_nothing, parts_work
-from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.kernels.ops import is_pointwise
 
 NUMBERED = re.compile(r"^(.*?)\.?(?<![^.])(\d+)(?:\.|$)")
@@ -45,7 +45,8 @@ class Piece:
     `parameters` are the numbers of trained elements by name, of which other blocks read those that
     are `shared`; `saved_bytes` what the backward reads
     again; `handed_bytes` what the pieces after it read; `gradient_bytes` the most gradients that a
-    call of its backward takes and gives, but for those of parameters.
+    call of its backward takes and gives, but for those of parameters; `deferred_bytes` what the
+    products of its weight gradients read.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Piece:
     handed_bytes: int
     shared: frozenset[str] = frozenset()
     gradient_bytes: int = 0
+    deferred_bytes: int = 0
 
     @property
     def parameter_count(self) -> int:
@@ -74,16 +76,17 @@ def cut_pieces(graph: Graph, *, fused: bool = False, runs: int = 1) -> tuple[Pie
     for k, (_, first) in enumerate(starts):
         last = starts[k + 1][1] if k + 1 < len(starts) else len(graph.nodes)
         part_of |= {node.name: k for node in graph.nodes[first:last]}
-    works = parts_work(graph, part_of, len(starts), fused=fused)
     parameters = _parameters(graph, part_of, len(starts))
-    specs = graph.specs()
-    saved = [
-        sum(specs[ref].size_bytes for ref in kept) for kept in _saved(graph, part_of, len(starts))
-    ]
+    specs, kept = graph.specs(), _saved(graph, part_of, len(starts))
+    again = _made_again(graph, set().union(*kept), specs)
+    saved = [sum(specs[ref].size_bytes for ref in own - again) for own in kept]
+    repeated = {ref.node for ref in again}
+    works = parts_work(graph, part_of, len(starts), fused=fused, again=repeated)
     handed = _handed(graph, part_of, len(starts))
     shared = _shared(parameters, starts, [first for path, first in part_starts(graph) if path])
     gradients = _gradients(graph, part_of, len(starts))
-    return tuple(map(Piece, paths, works, parameters, saved, handed, shared, gradients))
+    deferred = _deferred(graph, part_of, len(starts))
+    return tuple(map(Piece, paths, works, parameters, saved, handed, shared, gradients, deferred))
 
 
 def part_starts(graph: Graph) -> list[tuple[str, int]]:
@@ -155,21 +158,6 @@ def _shared(
         for name in own if path else ():
             readers.setdefault(name, set()).add(bisect_right(blocks, first))
     return [frozenset(name for name in own if len(readers.get(name, ())) > 1) for own in parameters]
-
-
-def kept_and_again(graph: Graph) -> tuple[int, Graph]:
-    """The bytes that a forward keeps for its backward, each value once, and the calls by which the
-    backward makes others again, as a graph.
-    """
-    specs = graph.specs()
-    saved = _saved(graph, {node.name: 0 for node in graph.nodes}, 1)[0]
-    again = _made_again(graph, saved, specs)
-    nodes = tuple(node for node in graph.nodes if Ref(node.name) in again)
-    read = dict.fromkeys(ref for node in nodes for ref in node.refs if ref not in again)
-    inputs = tuple(Input(f"saved:{ref}", InputKind.SAVED, specs[ref]) for ref in read)
-    names = {ref: Ref(item.name) for ref, item in zip(read, inputs, strict=True)}
-    kept_bytes = sum(specs[ref].size_bytes for ref in saved - again)
-    return kept_bytes, Graph(inputs, nodes, ()).renamed(names)
 
 
 def _made_again(graph: Graph, saved: set[Ref], specs: Mapping[Ref, TensorSpec]) -> set[Ref]:
@@ -244,6 +232,28 @@ def _gradients(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int
             size = sum(specs[ref].size_bytes for ref in refs)
             found[part_of[node.name]] = max(found[part_of[node.name]], size)
     return found
+
+
+def _deferred(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
+    """The bytes that the products of each piece's weight gradients read: what was multiplied by the
+    weights, and the gradients of what that gave.
+    """
+    specs, roots = graph.specs(), view_roots(graph)
+    weights = {
+        Ref(i.name) for i in graph.inputs if i.kind is InputKind.PARAMETER and i.requires_grad
+    }
+    read: list[set[Ref]] = [set() for _ in range(parts)]
+    gradients = [0] * parts
+    for node in graph.nodes:
+        refs = {roots.get(ref, ref) for ref in node.refs}
+        if refs & weights and node.grad and node_flops(node, specs):
+            read[part_of[node.name]] |= refs - weights
+            made = (out.size_bytes for out in node.outputs if out is not None)
+            gradients[part_of[node.name]] += sum(made)
+    return [
+        sum(specs[ref].size_bytes for ref in own) + more
+        for own, more in zip(read, gradients, strict=True)
+    ]
 
 
 def _kept(node: Node, specs: Mapping[Ref, TensorSpec], grads: Set[Ref]) -> set[Ref]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from merakc.costs.work.kernels import Kernel, Work
 from merakc.costs.work.pieces import Piece
@@ -16,6 +17,7 @@ from merakc.costs.work.pieces import Piece
 # Samples of the two recordings: more than one, since a dim of size 1 is often another case. Plans
 # are mostly of so few, so that they need no others.
 SAMPLES = (2, 4)
+SIZES = ("saved_bytes", "handed_bytes", "gradient_bytes", "deferred_bytes")
 
 
 def scaled(pieces: Sequence[Sequence[Piece]], samples: int) -> tuple[Piece, ...] | None:
@@ -49,18 +51,14 @@ def _kind(piece: Piece) -> object:
 
 def _piece(one: Piece, other: Piece, steps: int) -> Piece | None:
     pairs = zip(one.work.listed, other.work.listed, strict=True)
-    forward, backward = (_kernels(fewer, more, steps) for fewer, more in pairs)
-    if one.path != other.path or forward is None or backward is None:
+    kernels = [own for pair in pairs if (own := _kernels(*pair, steps)) is not None]
+    if one.path != other.path or len(kernels) < len(one.work.listed):
         return None
-    saved_bytes = _at(one.saved_bytes, other.saved_bytes, steps)
-    handed_bytes = _at(one.handed_bytes, other.handed_bytes, steps)
-    return replace(
-        one,
-        work=Work(forward, backward),
-        saved_bytes=saved_bytes,
-        handed_bytes=handed_bytes,
-        gradient_bytes=_at(one.gradient_bytes, other.gradient_bytes, steps),
-    )
+    sizes: dict[str, Any] = {
+        name: _at(getattr(one, name), getattr(other, name), steps) for name in SIZES
+    }
+    forward, backward, weight_grad = kernels
+    return replace(one, work=Work(forward, backward, weight_grad), **sizes)
 
 
 def _kernels(one: Sequence[Kernel], other: Sequence[Kernel], steps: int) -> Counter[Kernel] | None:

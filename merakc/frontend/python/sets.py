@@ -58,8 +58,9 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 def in_needed_order(graph: Graph) -> Graph:
     """The same graph with its calls in the order in which the outputs need them, each behind its
-    arguments in their order, and with names to match; as it is where modules run as they are, which
-    might do more than to compute.
+    arguments, of which the one with the longest way from the inputs comes first, so that blocks
+    stay together; and with names to match. As it is where modules run as they are, which might do
+    more than to compute.
     """
     if any(node.op == OPAQUE for node in graph.nodes):
         return graph
@@ -96,6 +97,9 @@ def _needed(graph: Graph) -> list[Node]:
     """The nodes, each behind its arguments: in the order in which a walk back from outputs ends."""
     makers = {node.name: node for node in graph.nodes}
     found: dict[str, Node] = {}
+    way: dict[str, int] = {}  # the calls on the longest way from the inputs
+    for node in graph.nodes:
+        way[node.name] = 1 + max((way.get(r.node, 0) for r in node.refs), default=0)
     for output in graph.outputs:
         waiting = [output.ref.node]
         while waiting:
@@ -103,7 +107,7 @@ def _needed(graph: Graph) -> list[Node]:
             refs = node.refs if node is not None else ()
             missing = [r.node for r in refs if r.node in makers and r.node not in found]
             if missing:
-                waiting += reversed(missing)
+                waiting += reversed(sorted(missing, key=lambda name: -way[name]))
                 continue
             if node is not None:
                 found.setdefault(node.name, node)

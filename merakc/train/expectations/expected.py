@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from merakc.costs.device import place_on
-from merakc.costs.head import compiled_head, head_bytes
+from merakc.costs.head import head_bytes, with_head
 from merakc.costs.nodes import chunk_collectives
 from merakc.costs.spent import by_rank, merged
 from merakc.costs.stage import stage_cost, with_seconds
@@ -109,7 +109,7 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     head = step.executor.head
     if head is None or stage != step.lowered.head_stage:
         return cost
-    return compiled_head(cost, head.head, head.chunk, head.layout, plan.mesh, cluster)
+    return with_head(cost, head.head, head.chunk, head.layout, plan.mesh, cluster)
 
 
 def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times) -> int:

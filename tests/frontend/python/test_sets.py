@@ -87,3 +87,30 @@ def test_another_order_computes_the_same() -> None:
     given = {"0": torch.randn(2, 4)} | dict(model.named_parameters())
     values = {i.name: given[i.target] for i in graph.inputs}
     assert torch.equal(*interpret(graph, values), *interpret(other, values))
+
+
+class Gated(nn.Module):
+    """A block whose result is gated by what is computed of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        return self.gate(step).sigmoid() * self.layer(x) + x
+
+
+def test_blocks_stay_together() -> None:
+    class Gates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Gated() for _ in range(4))
+
+        def forward(self, x: Tensor, step: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, step)
+            return x.square().mean()
+
+    graph = in_needed_order(record(Gates(), (torch.ones(2, 4), torch.ones(2, 4)), {}).graph)
+    blocks = [n.module.split(".")[1] for n in graph.nodes if n.module.startswith("blocks.")]
+    assert blocks == sorted(blocks)

@@ -200,7 +200,7 @@ def test_the_gradient_of_a_norms_weight_is_made_at_once() -> None:
     graph = Graph((x, *inputs), nodes, (Output("p", OutputKind.ACTIVATION, Ref("p")),))
     chunk = differentiate(graph)
     _check_stage(chunk, {})
-    first, second = split_backward(chunk)
+    _, second = split_backward(chunk)
     assert [n.op for n in second.nodes if n.op.startswith("aten.mm")] == ["aten.mm.default"]
     assert not any(n.op.startswith("aten.sum") for n in second.nodes)
     assert {o.name for o in second.outputs} == {"w", "a"}
