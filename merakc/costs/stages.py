@@ -110,8 +110,10 @@ def stage_costs(
     """The cost of each stage, of the pieces at the places that it has.
 
     The gradients of a micro-batch are added to those of the ones before it. A recomputation runs
-    the blocks again, and keeps what enters each of them; with `stagewise` it runs all again, and
-    keeps what enters the stage. With `gradients` a backward holds those of its largest call.
+    the blocks again, and keeps what enters each of them. With `stagewise`, as in merakc's runtime,
+    products add to gradients as they write them (`merakc.analysis.accumulation`), and a
+    recomputation runs all again, and keeps what enters the stage. With `gradients` a backward holds
+    those of its largest call.
     """
     found = []
     for stage in stages:
@@ -119,7 +121,7 @@ def stage_costs(
         blocks = [k for k in stage if pieces[k].path]
         parameters = stage_parameters(own)
         added = (precision.parameter_bytes + 2 * precision.gradient_bytes) * parameters
-        added_s = traffic_seconds(added, place.device)
+        added_s = 0.0 if stagewise else traffic_seconds(added, place.device)
         backward_s = sum(costs[k].backward_s for k in stage) + added_s
         entering = sum(pieces[k - 1].handed_bytes for k in blocks if k)
         rest = sum(pieces[k].saved_bytes for k in stage if k not in blocks)

@@ -18,7 +18,16 @@ import torch
 
 from merakc.analysis.aliases import FREE, is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, products, wire_bytes
-from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
+from merakc.ir.graph import (
+    Graph,
+    InputKind,
+    Node,
+    Ref,
+    TensorSpec,
+    dtype_name,
+    map_refs,
+    typed,
+)
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.ops import BACK, OUT, REST
 from merakc.kernels.scores import PLACES as SCORES
@@ -105,15 +114,15 @@ def parts_work(
     fused: bool = False,
     again: Set[str] = frozenset(),
 ) -> tuple[Work, ...]:
-    """The kernels of each part of a graph; `part_of` has the nodes that are not of part 0. The
-    backward makes nodes in `again` a second time.
+    """The kernels of each part of a graph; `part_of` has the nodes that are not of part 0. Of equal
+    calls the forward makes one; the backward makes nodes in `again` a second time.
     """
-    reader = _Reader(graph, part_of)
+    reader, equal = _Reader(graph, part_of), {ref.node for ref in equal_values(graph)}
     found: list[tuple[list[Kernel], ...]] = [([], [], []) for _ in range(parts)]
     for group in reader.groups(fused=fused):
         forward, backward, weight_grad = found[part_of.get(group[0].name, 0)]
         own = list(reader.forward(group))
-        forward += own
+        forward += own if group[-1].name not in equal else ()
         backward += own if group[-1].name in again else ()
         for ref, kernel in reader.backward(group):
             backward.append(kernel)
@@ -122,6 +131,20 @@ def parts_work(
     for ref, kernel in reader.accumulations():
         found[part_of.get(ref.node, 0)][1].append(kernel)
     return tuple(Work(Counter(f), Counter(b), Counter(w), (f, b, w)) for f, b, w in found)
+
+
+def equal_values(graph: Graph) -> dict[Ref, Ref]:
+    """What equal calls that come first have made already, by what is made again: programs have
+    every call once.
+    """
+    found: dict[Ref, Ref] = {}
+    first: dict[object, Node] = {}
+    for node in graph.nodes:
+        args, kwargs = map_refs((node.args, node.kwargs), lambda ref: found.get(ref, ref))
+        same = first.setdefault((node.op, typed((args, kwargs))), node)
+        if same is not node:
+            found.update(zip(node.outs, same.outs, strict=True))
+    return found
 
 
 def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, ...]:

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_flops
-from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, moves_nothing, parts_work
+from merakc.costs.work.kernels import (
+    CONJUGATE,
+    HANDS_ON,
+    LOSSES,
+    Work,
+    equal_values,
+    moves_nothing,
+    parts_work,
+)
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.kernels.ops import is_pointwise
 
@@ -210,12 +218,14 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref
 
     # What was expanded and then reshaped is copied again, and what was cast to more bits cast.
     origin = view_roots(graph, lambda node, _: moves_nothing(node) or _widens(node, specs))
+    equal = equal_values(graph)
     found: list[set[Ref]] = [set() for _ in range(parts)]
     for node in graph.nodes:
         if not moves_nothing(node) and node.grad_outputs(grads):
             kept = _kept(node, specs, grads)
             if node.op not in LOSSES:  # these keep a value of their own, as large
                 kept = {origin.get(ref, ref) for ref in kept}
+                kept = {equal.get(ref, ref) for ref in kept}
             found[part_of[node.name]] |= kept - held
     return found
 

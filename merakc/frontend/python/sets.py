@@ -98,8 +98,8 @@ def _needed(graph: Graph) -> list[Node]:
     makers = {node.name: node for node in graph.nodes}
     found: dict[str, Node] = {}
     way: dict[str, int] = {}  # the calls on the longest way from the inputs
-    for node in graph.nodes:
-        way[node.name] = 1 + max((way.get(r.node, 0) for r in node.refs), default=0)
+    for call in graph.nodes:
+        way[call.name] = 1 + max((way.get(r.node, 0) for r in call.refs), default=0)
     for output in graph.outputs:
         waiting = [output.ref.node]
         while waiting:
@@ -107,7 +107,7 @@ def _needed(graph: Graph) -> list[Node]:
             refs = node.refs if node is not None else ()
             missing = [r.node for r in refs if r.node in makers and r.node not in found]
             if missing:
-                waiting += reversed(sorted(missing, key=lambda name: -way[name]))
+                waiting += sorted(missing, key=lambda name: -way[name], reverse=True)
                 continue
             if node is not None:
                 found.setdefault(node.name, node)
