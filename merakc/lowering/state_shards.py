@@ -27,9 +27,6 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import rough_touches
 from merakc.simulation.held import Peak
 
-# Larger buckets are tried of ways with which a rank waits no more than that times as long as with
-# the best: the same ways stay behind.
-HARDLY_LONGER = 1.25
 # The most dp ranks whose whole lattice of shards is tried.
 FINE = 8
 # The shards of each stage.
@@ -67,45 +64,38 @@ def choose_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) 
     keys: list[dict[Way, _Waits]] = [{} for _ in range(plan.pp)]
     worst_s, same = math.inf, (math.inf, _as_they_are(plan))
     ways = _ways(plan, cluster) if are_open else [_as_they_are(plan)]
+    buckets: dict[Way, Sequence[object]] = {}
     lacking = {way: trial.lacking(_with_shards(lowered, way)) for way in ways}
     ways = sorted(ways, key=lambda way: sum(lacking[way]))
     if any(map(min, zip(*lacking.values(), strict=True))):  # a rank has no room with any of them
         return Chosen(ways[0], ways[0], math.inf)
     for scale in bucket_scales(max(map(_held_bytes, lowered.stages.local))):
-        step_s, ran = math.inf, dict[Way, Way]()
+        step_s = math.inf
         for way in ways:
             scaled = tuple(replace(s, bucket_scale=scale if s.optimizer > 1 else 1) for s in way)
-            if scaled in keys[0]:
-                continue
             tried = _with_shards(lowered, scaled)
+            own_buckets = [bucket.members for own in tried.buckets for bucket in own]
+            if own_buckets == buckets.get(way):  # large tensors fill several usual ones
+                continue
+            buckets[way] = own_buckets
             least = (min(own.values(), default=(math.inf,))[0] for own in keys)
             if all(map(operator.gt, trial.lacking(tried), least)):
                 continue
             if min(trial.least_s(tried)) >= same[0]:
                 continue
             found_s, waits = trial.run(tried, scale)
-            step_s, ran[way] = min(step_s, found_s), scaled
+            step_s = min(step_s, found_s)
             if not any(lacking for lacking, *_ in waits):
                 same = min(same, (found_s, scaled))
             for of_rank, own in zip(keys, waits, strict=True):
                 of_rank[scaled] = own
         before_s, worst_s = worst_s, max(min(own.values())[1] for own in keys)
         is_short = any(min(own.values())[0] for own in keys)
-        if is_short or not WORTH_SHARE * step_s < worst_s < before_s:
+        if is_short or (step_s < math.inf and not WORTH_SHARE * step_s < worst_s < before_s):
             break
-        ways = [way for way in ways if way not in ran or _is_close(keys, ran[way])]
     best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
     each = tuple(best[rank][stage] for stage, rank in enumerate(plan.rank_of))
     return Chosen(each, same[1], same[0])
-
-
-def _is_close(keys: Sequence[Mapping[Way, _Waits]], way: Way) -> bool:
-    """Whether some rank lacks as little with a way as with others, and waits hardly longer."""
-    best = [min(own.values()) for own in keys]
-    return any(
-        own[way][0] <= lacking and own[way][1] <= HARDLY_LONGER * wait_s
-        for own, (lacking, wait_s, *_) in zip(keys, best, strict=True)
-    )
 
 
 class _Trial:
