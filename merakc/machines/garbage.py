@@ -12,21 +12,39 @@ from contextlib import contextmanager
 NEW_OBJECTS = 200_000
 
 
+class _Seen:
+    """What is known of this process, and of what is forked from it.
+
+    To count what is frozen, Python walks through all of it: a twentieth of a second for half a
+    million objects, for each step that is compiled. So once something was frozen, it goes as
+    frozen from then on: where it no longer is, searches look through a little more.
+    """
+
+    frozen = False
+
+
 @contextmanager
 def few_collections() -> Iterator[None]:
     """While it is entered, Python looks for garbage rarely, and among new objects alone."""
-    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    before = gc.get_threshold()
     is_outermost = 0 < before[0] < NEW_OBJECTS  # nor where the user has switched it off
+    freezes = is_outermost and not _are_frozen()
     if is_outermost:
         gc.set_threshold(NEW_OBJECTS, *before[1:])
-        if not frozen:
-            gc.freeze()
+    if freezes:
+        gc.freeze()
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        if is_outermost and not frozen:
+        if freezes:
             gc.unfreeze()
+
+
+def _are_frozen() -> bool:
+    """Whether others have frozen objects, which `gc.unfreeze` would not tell from ours."""
+    _Seen.frozen = _Seen.frozen or bool(gc.get_freeze_count())
+    return _Seen.frozen
 
 
 def leave_garbage() -> None:

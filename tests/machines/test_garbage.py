@@ -6,7 +6,13 @@ import sys
 
 import pytest
 
-from merakc.machines.garbage import NEW_OBJECTS, few_collections
+from merakc.machines.garbage import NEW_OBJECTS, _Seen, few_collections
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which nothing was frozen yet."""
+    monkeypatch.setattr(_Seen, "frozen", False)
 
 
 @pytest.mark.parametrize("own", [(700, 10, 10), (0, 10, 10), (NEW_OBJECTS * 2, 10, 10)])
@@ -45,6 +51,22 @@ def test_what_a_user_has_frozen_stays_frozen() -> None:
     with few_collections():
         pass
     assert gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_frozen_is_counted_no_more_than_it_must(
+    frozen: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it was some; and never inside of what has frozen it itself."""
+    request.addfinalizer(gc.freeze)  # as it was
+    (gc.freeze if frozen else gc.unfreeze)()
+    counted: list[int] = []
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(count()) or counted[-1])
+    for _ in range(3):
+        with few_collections(), few_collections():
+            pass
+    assert [bool(x) for x in counted] == ([True] if frozen else [False] * 3)
 
 
 def test_importing_merakc_leaves_python_as_it_was() -> None:
