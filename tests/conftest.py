@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -38,6 +39,16 @@ def a_first_model() -> None:
     """
     if "transformers" in sys.modules:
         _train()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_to_look_through() -> Iterator[None]:
+    """What a module's tests leave in caches is no garbage either: a million objects after half the
+    tests, and each start of ranks looks for garbage among them first, for most of a second.
+    """
+    yield
     gc.collect()
     gc.freeze()
 
