@@ -56,7 +56,7 @@ def test_recomputing_runs_the_blocks_again() -> None:
 
         piped = Strategy(pp=4, micro_batches=8)
         none, again = estimate(piped), estimate(replace(piped, recompute=recompute))
-        assert again.peak_bytes[0] < 0.7 * none.peak_bytes[0]
+        assert again.peak_bytes[0] < 0.75 * none.peak_bytes[0]
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 40, 1 << 28])
