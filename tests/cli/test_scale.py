@@ -47,7 +47,7 @@ def test_the_table_can_be_read_on_a_narrow_terminal() -> None:
     found = CliRunner().invoke(app, SMALL, env={"COLUMNS": "80"})
     assert "…" not in found.output
     assert max(map(len, found.output.splitlines())) <= 80
-    _, _, below = found.output.partition("───\n")
+    _, _, below = found.output.partition("─ \n")
     rows = [line.split() for line in below.splitlines() if line.strip()]
     assert [row[0] for row in rows] == ["8", "16", "32"]
 
