@@ -75,7 +75,8 @@ class Piece:
 def cut_pieces(graph: Graph, *, fused: bool = False, runs: int = 1) -> tuple[Piece, ...]:
     """The pieces of a tp rank's forward, in the order in which they run.
 
-    With `fused`, its kernels are those of `merakc.costs.work.kernels.graph_work`. Each block, and
+    With `fused`, its kernels are those of `merakc.costs.work.kernels.graph_work`, and all that is
+    saved is kept, where merakc's own programs make some of it again. Each block, and
     what lies between blocks, is cut into at most so many `runs` of as many nodes.
     """
     starts = [start for part in part_runs(graph, runs) for start in part]
@@ -86,7 +87,7 @@ def cut_pieces(graph: Graph, *, fused: bool = False, runs: int = 1) -> tuple[Pie
         part_of |= {node.name: k for node in graph.nodes[first:last]}
     parameters = _parameters(graph, part_of, len(starts))
     specs, kept = graph.specs(), _saved(graph, part_of, len(starts))
-    again = _made_again(graph, set().union(*kept), specs)
+    again = set[Ref]() if fused else _made_again(graph, set().union(*kept), specs)
     saved = [sum(specs[ref].size_bytes for ref in own - again) for own in kept]
     repeated = {ref.node for ref in again}
     works = parts_work(graph, part_of, len(starts), fused=fused, again=repeated)
