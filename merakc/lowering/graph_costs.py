@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from math import isclose
 
 from merakc.costs.device import Place
 from merakc.costs.stage import reduced_bytes, stage_cost, static_bytes
+from merakc.costs.work.pieces import part_starts
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind
 from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.lowered import Lowered
-from merakc.passes.autodiff.shorten import graph_form
+from merakc.passes.autodiff.shorten import graph_form, shorten
 from merakc.passes.pipeline import PiecesOf, offload_place, offloaded
+
+# The blocks by which long runs of them are told, and by how much the seconds that one more takes
+# may differ.
+FEW, SAME = (2, 3, 4), 1e-3
 
 
 def graph_costs(lowered: Lowered, places: Sequence[Place]) -> list[StageCost]:
     """The costs of the stages, each at its place, from their own graphs; stages that are alike are
-    differentiated once.
+    differentiated once, and few blocks of many that are equal.
 
     Backwards are priced whole and split, and forwards with a recomputation too where the plan's
     blocks are not made again as it is: whatever the order of work has, and others might have.
@@ -66,5 +72,42 @@ def _moved_cost(lowered: Lowered, stage: int, local: Graph, place: Place) -> Sta
 
 
 def _cost(local: Graph, pieces_of: PiecesOf, place: Place, in_buckets: bool) -> StageCost:
-    """The cost of a stage's pieces; its state is that of an unsharded one."""
-    return stage_cost(local.told(pieces_of), place, in_buckets=in_buckets)
+    """The cost of a stage's pieces; its state is that of an unsharded one.
+
+    Of long runs of equal blocks of which nothing is made again it is told by two, three and four of
+    them, where each that is more costs as much as the one before.
+    """
+
+    def own(graph: Graph) -> StageCost:
+        return stage_cost(graph.told(pieces_of), place, in_buckets=in_buckets)
+
+    is_plain = pieces_of.recompute == "none" and not pieces_of.keep_bytes
+    shorter = local.told(_shorter) if is_plain else None
+    if shorter is None:
+        return own(local)
+    graphs, left = shorter
+    few, some, many = (asdict(own(graph)) for graph in graphs)
+    each = {name: many[name] - some[name] for name in many}
+    if not all(_as_much(each[name], some[name] - few[name]) for name in many):
+        return own(local)
+    return StageCost(**{name: many[name] + left * each[name] for name in many})
+
+
+def _shorter(local: Graph) -> tuple[tuple[Graph, ...], int] | None:
+    """The graph with so few blocks of its runs of equal ones as `FEW` says, and how many are left
+    out of the last; None where runs are of different lengths, or so short that it does not pay.
+    """
+    starts = part_starts(local)
+    made = [shorten(local, starts, keep) for keep in FEW]
+    graphs, (*_, counts) = zip(*made, strict=True)
+    left = {count - 1 for count in counts if count > 1}
+    if len(left) != 1 or 2 * sum(len(graph.nodes) for graph in graphs) > len(local.nodes):
+        return None
+    return graphs, left.pop()
+
+
+def _as_much(more: float, before: float) -> bool:
+    """Whether a block adds as much as the one before. Bytes have to be the same; seconds hardly
+    differ, since launches are hidden a little better the longer a graph is.
+    """
+    return more == before or (isinstance(more, float) and isclose(more, before, rel_tol=SAME))

@@ -215,7 +215,7 @@ def test_input_and_weight_gradients_apart() -> None:
     actions = [Action(F, 0, 0), Action(F, 0, 1), Action(I, 0, 0), Action(I, 0, 1)]
     actions += [Action(W, 0, 0), Action(W, 0, 1), Action(REDUCE, 0)]
     stage = StageCost(
-        1.0, 99.0, input_grad_s=2.0, weight_grad_s=4.0, saved_bytes=10, backward_peak_bytes=3
+        1.0, 99.0, input_grad_s=2.0, weight_grad_s=4.0, saved_bytes=10, input_grad_peak_bytes=3
     )
     found = simulate([Program(0, tuple(actions))], CostTable((stage,), 0.0, 1.0))
     assert found.step_s == 14.0

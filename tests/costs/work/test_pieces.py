@@ -14,7 +14,7 @@ from merakc.costs.work.memory import order_bytes
 from merakc.costs.work.pieces import cut_pieces
 from merakc.frontend.record import record
 from merakc.ir.program import ActionKind
-from merakc.passes.pipeline import differentiate
+from merakc.passes.pipeline import called_pieces
 
 SHAPE = Shape(128, 4, 4, 64, 512)
 BATCH = 2
@@ -36,10 +36,10 @@ def test_the_pieces_of_a_gpt() -> None:
 def test_pieces_are_all_of_the_work(tp: int) -> None:
     graph = gpt_graph(SHAPE, BATCH, tp)
     total = Work()
-    for piece in cut_pieces(graph):
+    for piece in cut_pieces(graph, fused=True):
         total.forward.update(piece.work.forward)
         total.backward.update(piece.work.backward)
-    whole = graph_work(graph)
+    whole = graph_work(graph, fused=True)
     assert (total.forward, total.backward) == (whole.forward, whole.backward)
 
 
@@ -57,7 +57,7 @@ def test_activations_are_those_of_the_formula(tp: int, heads: int) -> None:
 def test_activations_are_those_that_the_derivative_keeps(attention: str) -> None:
     shape = replace(SHAPE, attention=attention)  # type: ignore[arg-type]
     graph = gpt_graph(shape, BATCH, 1)
-    kept = order_bytes(differentiate(graph), (ActionKind.FORWARD, ActionKind.BACKWARD))[0]
+    kept = order_bytes(called_pieces(graph), (ActionKind.FORWARD, ActionKind.BACKWARD))[0]
     told = sum(p.saved_bytes for p in cut_pieces(graph))
     assert told == pytest.approx(kept.held_bytes, rel=0.10)
 
