@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from merakc.ir.graph import Graph, Node, Ref
+from merakc.ir.graph import Graph, Node, Ref, map_refs, typed
 from merakc.kernels.ops import GONE, WAIT, returns_view
 
 # Ops that move no data.
@@ -42,6 +42,20 @@ def view_roots(
         root = found.get(node.refs[0], node.refs[0]) if node.refs else None
         if root is not None and looks_at(node, root):
             found.update(dict.fromkeys(node.outs, root))
+    return found
+
+
+def equal_values(graph: Graph) -> dict[Ref, Ref]:
+    """What equal calls that come first have made already, by what is made again: programs have
+    every call once.
+    """
+    found: dict[Ref, Ref] = {}
+    first: dict[object, Node] = {}
+    for node in graph.nodes:
+        args, kwargs = map_refs((node.args, node.kwargs), lambda ref: found.get(ref, ref))
+        same = first.setdefault((node.op, typed((args, kwargs))), node)
+        if same is not node:
+            found.update(zip(node.outs, same.outs, strict=True))
     return found
 
 

@@ -147,7 +147,9 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     head, at = lowered.loss.head, lowered.head_stage
     if head is not None and at is not None:
         layout, chunk = even_layout(plan.mesh, plan.micro_batches), head.graph.told(called_pieces)
-        found[at] = with_head(found[at], head, chunk, layout, plan.mesh, cluster, devices[at])
+        found[at] = with_head(
+            found[at], head, chunk, layout, plan.mesh, cluster, device=devices[at]
+        )
     return tuple(found)
 
 

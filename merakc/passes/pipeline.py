@@ -6,14 +6,13 @@ Each list is run as it stands by `run_passes`, with options that all its passes 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from merakc.analysis.moves import verify_moves
 from merakc.costs.device import Place, place_on
 from merakc.costs.work.flops import PIPELINED
-from merakc.ir.graph import Graph, Ref
+from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind, Mesh, Program, StageGraphs
 from merakc.ir.recompute import IN_BACKWARD, Keep, Run, parse_runs
@@ -148,11 +147,9 @@ def _checkpoint(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 
 
 def _with_checkpoint(stage: StageGraphs, keep_bytes: int, tp: int) -> StageGraphs:
-    kept: Collection[Ref] = ()
-    if keep_bytes:
-        # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
-        kept = within_bytes(stage, keep_bytes, place_on(NOMINAL_GPU, tp))
-    return checkpointed(stage, kept)
+    # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
+    place = place_on(NOMINAL_GPU, tp)
+    return checkpointed(stage, within_bytes(stage, keep_bytes, place) if keep_bytes else ())
 
 
 def _recompute(stage: StageGraphs, at: StageOptions) -> StageGraphs:

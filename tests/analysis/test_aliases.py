@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from merakc.analysis.aliases import last_uses, owned_outputs, view_roots
+from merakc.analysis.aliases import equal_values, last_uses, owned_outputs, view_roots
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
 SPEC = TensorSpec((4, 4), torch.float64)
@@ -47,3 +47,17 @@ def test_who_asks_says_what_looks_at_memory() -> None:
 def test_memory_is_used_until_the_last_value_in_it_is_read() -> None:
     owner = {Ref("x"): Ref("x"), Ref("v"): Ref("x"), Ref("w"): Ref("x"), Ref("y"): Ref("y")}
     assert last_uses(CHAIN, owner) == {Ref("x"): 2, Ref("y"): 3}
+
+
+def test_what_equal_calls_give_is_one_value() -> None:
+    spec = TensorSpec((2,), torch.float32)
+
+    def call(name: str, of: str, number: object) -> Node:
+        return Node(name, "aten.add.Scalar", (Ref(of), number), (), (spec,))
+
+    nodes = (
+        call("a", "x", 1), call("b", "x", 1), call("c", "x", 1.0), call("d", "b", 2),
+        call("e", "a", 2), call("f", "d", 2),
+    )  # fmt: skip
+    graph = Graph((Input("x", InputKind.BATCH, spec, "x"),), nodes, ())
+    assert equal_values(graph) == {Ref("b"): Ref("a"), Ref("e"): Ref("d")}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
+from merakc.analysis.aliases import equal_values
 from merakc.costs.device import LEAST_S, Place, forward_seconds, launched, place_on
 from merakc.costs.nodes import (
     chunk_collectives,
@@ -19,7 +20,7 @@ from merakc.costs.nodes import (
     node_seconds,
     pipelined,
 )
-from merakc.costs.work.kernels import equal_values, graph_work
+from merakc.costs.work.kernels import graph_work
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Mesh, StageGraphs
 from merakc.ir.strategy import Strategy

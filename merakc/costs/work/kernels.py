@@ -16,18 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from merakc.analysis.aliases import FREE, is_view, view_roots
+from merakc.analysis.aliases import FREE, equal_values, is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, products, wire_bytes
-from merakc.ir.graph import (
-    Graph,
-    InputKind,
-    Node,
-    Ref,
-    TensorSpec,
-    dtype_name,
-    map_refs,
-    typed,
-)
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.ops import BACK, OUT, REST
 from merakc.kernels.scores import PLACES as SCORES
@@ -131,20 +122,6 @@ def parts_work(
     for ref, kernel in reader.accumulations():
         found[part_of.get(ref.node, 0)][1].append(kernel)
     return tuple(Work(Counter(f), Counter(b), Counter(w), (f, b, w)) for f, b, w in found)
-
-
-def equal_values(graph: Graph) -> dict[Ref, Ref]:
-    """What equal calls that come first have made already, by what is made again: programs have
-    every call once.
-    """
-    found: dict[Ref, Ref] = {}
-    first: dict[object, Node] = {}
-    for node in graph.nodes:
-        args, kwargs = map_refs((node.args, node.kwargs), lambda ref: found.get(ref, ref))
-        same = first.setdefault((node.op, typed((args, kwargs))), node)
-        if same is not node:
-            found.update(zip(node.outs, same.outs, strict=True))
-    return found
 
 
 def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, ...]:

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from merakc.analysis.aliases import is_view, view_roots
+from merakc.analysis.aliases import equal_values, is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_flops
 from merakc.costs.work.kernels import (
     CONJUGATE,
     HANDS_ON,
     LOSSES,
     Work,
-    equal_values,
     moves_nothing,
     parts_work,
 )
