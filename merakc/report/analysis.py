@@ -57,8 +57,8 @@ def make_report(
 ) -> Report:
     """The report of a plan on a cluster, from one simulated step.
 
-    `costs` are those of the stages that the plan's own prediction was made with, rough ones where
-    None, and `simulation` is of dp rank 0 with these, made again where None.
+    `costs` are those of the stages that the plan's own prediction was made with, those of their
+    graphs as calls where None, and `simulation` is of dp rank 0 with these, made again where None.
     """
     plan = lowered.plan
     if costs is None:
