@@ -46,10 +46,9 @@ def predict(
     Unless it is to be `traced`, the simulation holds no events.
 
     Without `costs` of the stages, those of their graphs as calls are used, and without `touches`
-    rough ones; `collectives` are those that
-    the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
-    those between stages, `overlap` the share of their speed that collectives over dp have beside
-    computes, otherwise that of the cluster.
+    rough ones; `collectives` are those that the timeline is to show of the stages' graphs,
+    `messages` the latency and the bytes a second of those between stages, `overlap` the share of
+    their speed that collectives over dp have beside computes, otherwise that of the cluster.
     """
     mesh = lowered.plan.mesh
     if costs is None:

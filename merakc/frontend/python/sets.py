@@ -107,7 +107,7 @@ def _needed(graph: Graph) -> list[Node]:
             refs = node.refs if node is not None else ()
             missing = [r.node for r in refs if r.node in makers and r.node not in found]
             if missing:
-                waiting += sorted(missing, key=lambda name: -way[name], reverse=True)
+                waiting += sorted(missing, key=way.__getitem__)  # the last is looked at first
                 continue
             if node is not None:
                 found.setdefault(node.name, node)
