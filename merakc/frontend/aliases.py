@@ -69,11 +69,17 @@ class Aliases:
         """The alias of a tensor seen before."""
         return self.known.get(id(tensor))
 
-    def add(self, tensor: torch.Tensor, ref: Ref, storage: Storage | None = None) -> Alias:
+    def add(
+        self,
+        tensor: torch.Tensor,
+        ref: Ref,
+        storage: Storage | None = None,
+        spec: TensorSpec | None = None,
+    ) -> Alias:
         """A tensor with memory of its own."""
-        storage = storage or Storage()
+        storage, spec = storage or Storage(), spec or spec_of(tensor)
         grad = torch.is_grad_enabled()
-        alias = Alias(tensor, spec_of(tensor), ref, storage, storage.version, grad)
+        alias = Alias(tensor, spec, ref, storage, storage.version, grad)
         self.known[id(tensor)] = alias
         return alias
 

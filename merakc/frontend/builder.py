@@ -26,6 +26,9 @@ from merakc.frontend.values.structures import open_dataclasses
 from merakc.frontend.values.symbols import SYMBOLIC, Number, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
+# Of most of a call's arguments that are no tensors.
+_AS_THEY_ARE = frozenset((int, float, bool, str, type(None), torch.dtype))
+
 
 class GraphBuilder:
     """Inputs, nodes and outputs so far; which tensor of the recording is which value."""
@@ -248,6 +251,8 @@ class GraphBuilder:
         self.read_leftovers.add(id(tensor))
 
     def _args(self, value: Any) -> Any:
+        if type(value) in _AS_THEY_ARE:
+            return value
         if isinstance(value, torch.Tensor):
             return self._ref(value)
         if isinstance(value, (tuple, list)):

@@ -34,7 +34,7 @@ from merakc.frontend.calls.communication import (
     no_objects_sent,
     number_of_ranks_unknown,
 )
-from merakc.frontend.calls.draws import ASKED, Draws
+from merakc.frontend.calls.draws import ASKED, Draws, is_drawn
 from merakc.frontend.calls.encoders import as_in_training
 from merakc.frontend.calls.forms import (
     Forms,
@@ -47,6 +47,7 @@ from merakc.frontend.calls.forms import (
     tensors_of,
 )
 from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without_entropy
+from merakc.frontend.calls.repeats import Repeats, Ways
 from merakc.frontend.calls.strides import by_dims
 from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
 from merakc.frontend.contexts import (
@@ -74,6 +75,7 @@ EQUAL = "aten.equal.default"
 CONSTANT_VALUES = (ITEM, EQUAL)
 # Calls that methods of the recorder write in another form.
 WRITTEN_OTHERWISE = {
+    "aten.batch_norm.default": "_batch_norm",
     "aten.as_strided.default": "_strided",
     "aten.scaled_dot_product_attention.default": "_attention",
 }
@@ -113,6 +115,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         bare = functools.partial(run_bare, fake_mode)
         at = functools.partial(memory_of, self.fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True, bare=bare, memory=at)
+        ways = Ways(self._args, self._call, self._add)
+        self.repeats = Repeats(self.forms, self.aliases, self.nodes, ways)
         self.draws = Draws(self._error, self.inputs, self.nodes)
         self.opaques = 0
         self.default_dtype = torch.get_default_dtype()
@@ -184,7 +188,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         ):
             return args[0].fake_device
         try:
-            return self._dispatch(func, args, kwargs or {})
+            made = NotImplemented if self.paused else self.repeats.run(func, args, kwargs or {})
+            return self._dispatch(func, args, kwargs or {}) if made is NotImplemented else made
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if not self.symbolic:
                 raise SymbolsNeededError from error
@@ -234,15 +239,12 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             raise self._error(*reason)
         if name in WRITTEN_OTHERWISE:
             return getattr(self, WRITTEN_OTHERWISE[name])(*args, **kwargs)
-        if name == "aten.batch_norm.default":
-            with self:
-                return normalise.batch_norm(self._batch_norm, *args, **kwargs)
         if normalise.decomposes(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return self._call(func, args, kwargs)
+        return (self._call if self.symbolic else self.repeats.first)(func, args, kwargs)
 
     def _address(self, *_: Any) -> int:
         raise self._error("the address of a tensor is read", "tell tensors apart by `is`")
@@ -272,6 +274,11 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         with self:
             return normalise.attention(emit, mask_grad, *args, **kwargs)
 
+    def _batch_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = functools.partial(self._call, torch.ops.aten.batch_norm.default)
+        with self:
+            return normalise.batch_norm(lambda *given: call(given, {}), *args, **kwargs)
+
     def _scalar(self, name: str) -> torch.Tensor:
         """A number of the step, int64, that the runtime fills in."""
         with self.fake_mode:
@@ -279,13 +286,9 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         self.aliases.add(fake, self._input(name, InputKind.SCALAR, fake, name, False))
         return fake
 
-    def _batch_norm(self, *args: Any) -> torch.Tensor:
-        out: torch.Tensor = self._call(torch.ops.aten.batch_norm.default, args, {})
-        return out
-
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
-        if _is_drawn(func):
+        if is_drawn(func):
             if self.symbolic and is_symbolic((args, kwargs)):
                 raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
@@ -392,8 +395,3 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             ref = self._add("aten.to.dtype", (ref, target.dtype), {}, (cast,))
         shape = tuple(target.shape)
         return self._emit("aten.expand.default", (ref, shape), {}, (target,))
-
-
-@functools.cache
-def _is_drawn(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ COMPARISONS: Mapping[str, tuple[bool, bool]] = {
 }
 ASKED = frozenset({*COMPARISONS, "aten._local_scalar_dense.default"})
 STRICT_AT_0 = ("aten.lt.Scalar", "aten.ge.Scalar")  # 0 itself is among the numbers
+
+
+@cache
+def is_drawn(func: Any) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 class Draws:

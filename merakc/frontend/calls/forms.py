@@ -7,7 +7,7 @@ a fraction of the time in which torch finds out what they look like.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from merakc.frontend.calls.elementwise import Form, result_form
 from merakc.frontend.replaced import replaced
 from merakc.kernels.draws import KEY_POSITION
 
 _NUMBERS = frozenset((int, float, bool, type(None)))
 CPU, META = torch.device("cpu"), torch.device("meta")
-Form = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
-"""Shape, stride, offset in the memory, dtype."""
+# What `vars` gives, which of fake tensors goes by way of who asks while a forward runs.
+_DICT_OF: Callable[[Any], dict[str, Any]] = torch.Tensor.__dict__["__dict__"].__get__
 Make = Callable[[Form, torch.Tensor | None], torch.Tensor]
 """Makes a tensor of a form, in memory of its own or in that of another tensor."""
 Bare = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,7 +51,7 @@ FOLLOWING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
+class Results:
     """The forms of what a call returns, each with whether it is a view of the first argument.
 
     `kind` is what they come in, None of a tensor alone. Without forms it is the first argument.
@@ -80,7 +81,7 @@ class Forms:
     ) -> None:
         self._make, self._plain, self._views, self._bare = make, plain, views, bare
         self._memory = memory
-        self._known: dict[Any, _Results] = {}
+        self._known: dict[Any, Results] = {}
         self._others: list[torch.Tensor] = []  # one that was gone might leave its id to another
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,12 +89,9 @@ class Forms:
         traits = _traits(func)
         if traits.writes or not (self._views or traits.fresh):
             return func(*args, **kwargs)
-        at = traits.key_position
-        # Each draw has a key of its own, of no matter for its result.
-        told = args if at is None else (*args[:at], None, *args[at + 1 :])
-        key = func, self._form(told), self._form(tuple(kwargs.items())) if kwargs else ()
+        key = self.key(func, args, kwargs)
         found = self._known.get(key)
-        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        source = _source(args)
         if found is None:
             found = self._following(func, args, kwargs, source)
             if found is not None:
@@ -101,7 +99,7 @@ class Forms:
         if found is not None and found.kind is None and not found.forms:
             return source
         if found is not None:
-            made = [self._make(form, source if view else None) for form, view in found.forms]
+            made = self.made(found, args)
             return made[0] if found.kind is None else found.kind(made)
         out = func(*args, **kwargs)
         results = self._results(out, source, _given(args, kwargs), self._plain)
@@ -109,14 +107,34 @@ class Forms:
             self._known[key] = results
         return out
 
+    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What results depend on: the op, the forms of its arguments, and the usual dtype."""
+        at = _traits(func).key_position
+        # Each draw has a key of its own, of no matter for its result.
+        told = args if at is None else (*args[:at], None, *args[at + 1 :])
+        named = self._form(tuple(kwargs.items())) if kwargs else ()
+        return func, self._form(told), named, torch.get_default_dtype()
+
+    def known(self, key: Hashable) -> Results | None:
+        """What calls of this key return, once one has run."""
+        return self._known.get(key)
+
+    def made(self, results: Results, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Results of this form, of a call with these arguments."""
+        source = _source(args)
+        return [self._make(form, source if view else None) for form, view in results.forms]
+
     def _following(
         self, func: Any, args: Any, kwargs: Any, source: torch.Tensor | None
-    ) -> _Results | None:
+    ) -> Results | None:
         """What a call gives whose results follow from the forms of plain tensors alone."""
-        if self._bare is None or op_name(func) not in FOLLOWING:
-            return None
         given = _given(args, kwargs)
         if not all(map(self._plain, given)):
+            return None
+        form = result_form(op_name(func), args, kwargs)
+        if form is not None:
+            return Results(None, ((form, False),))
+        if self._bare is None or op_name(func) not in FOLLOWING:
             return None
         try:
             out = self._bare(func, args, kwargs)
@@ -130,10 +148,10 @@ class Forms:
         source: torch.Tensor | None,
         given: list[torch.Tensor],
         plain: Callable[[torch.Tensor], bool],
-    ) -> _Results | None:
+    ) -> Results | None:
         """The form from which a result can be made again; None where a form is not enough."""
         if source is not None and out is source and self._views and self._plain(source):
-            return _Results(None)
+            return Results(None)
         kind = type(out) if type(out) in (tuple, list) else None
         found: list[tuple[Form, bool]] = []
         memory = set(map(self._memory, given))
@@ -150,23 +168,26 @@ class Forms:
                 return None
             offset = int(item.storage_offset())
             found.append(((tuple(item.shape), item.stride(), offset, item.dtype), view))
-        return _Results(kind, tuple(found))
+        return Results(kind, tuple(found))
 
     def _form(self, arg: Any) -> Any:
         """What results depend on. Types as well: 1 is equal to 1.0 and to True."""
-        if type(arg) in _NUMBERS:
-            return type(arg), arg
+        kind = type(arg)
+        if kind in _NUMBERS:
+            return kind, arg
         if isinstance(arg, torch.Tensor):
             if self._plain(arg):
-                form = arg.shape, arg.stride(), arg.storage_offset(), arg.dtype
-                return *form, arg.is_conj(), arg.is_neg()
+                return (
+                    arg.shape, arg.stride(), arg.storage_offset(), arg.dtype,
+                    arg.is_conj(), arg.is_neg(),
+                )  # fmt: skip
             if _is_empty(arg):
                 return tuple(arg.shape), arg.dtype, "of no elements"
             self._others.append(arg)
             return id(arg)
         if isinstance(arg, (list, tuple)):
             return tuple([self._form(a) for a in arg])
-        return type(arg), arg
+        return kind, arg
 
 
 def new_fake_mode(shape_env: Any = None) -> FakeTensorMode:
@@ -207,7 +228,7 @@ def make_fake(
             torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
         else:
             torch._C._set_throw_on_mutable_data_ptr(made)
-    vars(made).update(_fields(), fake_mode=fake_mode)
+    _DICT_OF(made).update(_fields(), fake_mode=fake_mode)
     return made
 
 
@@ -256,11 +277,21 @@ def is_plain_fake(x: torch.Tensor) -> bool:
     return not known and x.layout == torch.strided
 
 
+def is_like_others(x: torch.Tensor) -> bool:
+    """Whether calls on other tensors of the form of this one return the same."""
+    return is_plain_fake(x) or _is_empty(x)
+
+
 def _is_empty(x: torch.Tensor) -> bool:
     """Whether a tensor is fake, of the CPU, and known, and holds nothing: caches begin so."""
     if type(x) is not FakeTensor or x.fake_device != CPU or x.constant is None:
         return False
     return x.numel() == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def _source(args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The argument that results may be views of."""
+    return args[0] if args and isinstance(args[0], torch.Tensor) else None
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -41,6 +41,7 @@ KEPT = frozenset(
     }
 )
 
+PLACES = ("device", "layout", "pin_memory")
 GROUPED = "merakc.grouped_mm.default"  # rows in groups, times a matrix each
 # A view of a whole tensor may need a copy of a shard: `reshape` decides that where it runs.
 RENAMED = {
@@ -158,7 +159,12 @@ def device_free(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """A call without device, layout and pinning: the runtime chooses those."""
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    kwargs = without_places(kwargs)
     if name == "aten.to.device":  # the one that takes it by its place
         name, args = "aten.to.dtype", (args[0], *args[2:])
     return name, args, kwargs
+
+
+def without_places(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that do not say where a result lies."""
+    return kwargs and {k: v for k, v in kwargs.items() if k not in PLACES}

@@ -55,8 +55,8 @@ def looks(x: Tensor) -> tuple[Any, ...]:
 
 FRESH = {
     "a product": (aten.mm.default, lambda: (torch.ones(2, 3), torch.ones(4, 3).t()), {}),
-    "numbers": (aten.add.Tensor, lambda: (torch.ones(2, 3), 1.5), {"alpha": 2}),
-    "kept strides": (aten.relu.default, lambda: (torch.ones(4, 3).t(),), {}),
+    "numbers": (aten.clamp.default, lambda: (torch.ones(2, 3), 0.5), {"max": 2}),
+    "kept strides": (aten.abs.default, lambda: (torch.ones(4, 3).t(),), {}),
     "a pair": (aten.max.dim, lambda: (torch.ones(2, 3), 1), {}),
     "a list of tensors": (aten.cat.default, lambda: ([torch.ones(2), torch.ones(3)],), {}),
     "a dtype": (aten._to_copy.default, lambda: (torch.ones(2),), {"dtype": torch.float64}),
