@@ -177,7 +177,10 @@ class _Writer:
         return dying
 
     def _value(self, ref: Ref) -> str:
-        return self.names.setdefault(ref, f"v{len(self.names)}")
+        name = self.names.get(ref)
+        if name is None:
+            name = self.names[ref] = f"v{len(self.names)}"
+        return name
 
     def _call(self, node: Node) -> str:
         args, total = node.args, self.added.get(Ref(node.name))

@@ -8,7 +8,7 @@ the schema of the op: what is done in place or taken for one's own must be safe 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from merakc.ir.graph import Graph, Node, Ref, map_refs, typed
@@ -76,14 +76,13 @@ def owned_outputs(graph: Graph) -> frozenset[str]:
     """The outputs in memory of their own: made by a call that returns no view, and no other output
     is the same value or a view of it.
     """
-    memory = {Ref(i.name): {Ref(i.name)} for i in graph.inputs}
+    memory: dict[Ref, Collection[Ref]] = {}  # of views, what they look at
     made: set[Ref] = set()
     for node in graph.nodes:
         if returns_view(node.op):
-            shared = set().union(*(memory[r] for r in node.refs))
+            shared = set[Ref]().union(*(memory.get(r, (r,)) for r in node.refs))
             memory.update(dict.fromkeys(node.outs, shared))
         else:
-            memory.update((ref, {ref}) for ref in node.outs)
             made.update(node.outs)
-    times = Counter(ref for o in graph.outputs for ref in memory[o.ref])
+    times = Counter(ref for o in graph.outputs for ref in memory.get(o.ref, (o.ref,)))
     return frozenset(o.name for o in graph.outputs if o.ref in made and times[o.ref] == 1)

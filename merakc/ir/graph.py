@@ -21,6 +21,7 @@ import torch
 from merakc.ir.same import Same
 
 T = TypeVar("T")
+_NODE = operator.itemgetter(0)  # of a `Ref`
 
 
 class InputKind(StrEnum):
@@ -47,7 +48,6 @@ class OutputKind(StrEnum):
     GRADIENT = "gradient"
     SAVED = "saved"  # kept for a later piece of the same stage
     WAIST = "waist"  # what the head, which runs once for the whole batch, reads of each part
-
     ASIDE = "aside"  # of the batch alone, and no part of what the forward returns
 
     @property
@@ -153,8 +153,10 @@ class Node:
     def reading(self, args: tuple[Any, ...], kwargs: Any = None) -> Node:
         """The same call with other arguments."""
         kwargs = self.kwargs if kwargs is None else kwargs
-        return Node(self.name, self.op, args, kwargs, self.outputs,
+        made = Node(self.name, self.op, args, kwargs, self.outputs,
                     module=self.module, source=self.source, grad=self.grad)  # fmt: skip
+        object.__setattr__(made, "_outs", self._outs)
+        return made
 
     @property
     def spec(self) -> TensorSpec:
@@ -168,7 +170,7 @@ class Node:
         """The outputs, those that are no tensors too."""
         outs = self._outs
         if outs is None:
-            outs = tuple([Ref(self.name, k) for k in range(len(self.outputs))])
+            outs = tuple([tuple.__new__(Ref, (self.name, k)) for k in range(len(self.outputs))])
             object.__setattr__(self, "_outs", outs)
         return outs
 
@@ -273,7 +275,7 @@ class Graph:
         for node in reversed(self.nodes):
             if node.name in needed:
                 kept.append(node)
-                needed.update([r.node for r in node.refs])
+                needed.update(map(_NODE, node.refs))
         return self.with_nodes(kept[::-1])
 
     def without_unread_inputs(self) -> Graph:
@@ -321,12 +323,9 @@ class Graph:
 
 
 def _specs(graph: Graph) -> Mapping[Ref, TensorSpec]:
+    of_nodes = (zip(n.outs, n.outputs, strict=True) for n in graph.nodes)
     found = {Ref(i.name): i.spec for i in graph.inputs}
-    for node in graph.nodes:
-        for ref, spec in zip(node.outs, node.outputs, strict=True):
-            if spec is not None:
-                found[ref] = spec
-    return found
+    return found | {ref: spec for pairs in of_nodes for ref, spec in pairs if spec is not None}
 
 
 @cache
@@ -339,7 +338,7 @@ def _users(graph: Graph) -> Mapping[str, Sequence[Node]]:
     found: dict[str, list[Node]] = {i.name: [] for i in graph.inputs}
     for node in graph.nodes:
         found[node.name] = []
-        for name in dict.fromkeys(r.node for r in node.refs):
+        for name in {*map(_NODE, node.refs)}:
             found[name].append(node)
     return found
 

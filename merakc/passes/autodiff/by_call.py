@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from merakc.frontend.calls.forms import Form
+from merakc.frontend.calls.elementwise import Form
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec, map_refs, typed
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
@@ -238,8 +238,8 @@ class ByCall:
                 at = KEY_POSITION[call.op]
                 args = (*args[:at], origin.args[KEY_POSITION[origin.op]], *args[at + 1 :])
             name = sys.intern(f"j:{self._names.create_name(_short(call.op), None)}")
-            node = Node(name, call.op, args, _now(call.kwargs, table), call.outputs,
-                        module=origin.module, source=origin.source)  # fmt: skip
+            node = Node(name, call.op, args, call.kwargs and _now(call.kwargs, table),
+                        call.outputs, module=origin.module, source=origin.source)  # fmt: skip
             self.nodes.append(node)
             table.update(zip(call.outs, node.outs, strict=True))
 

@@ -14,6 +14,7 @@ FORWARDED = frozenset(
 )  # fmt: skip
 RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
 SWAPS = frozenset({"aten.t.default", "aten.transpose.int"})  # undone by being done again
+VIEWS = RESHAPES | SWAPS
 
 
 def simplify(graph: Graph) -> Graph:
@@ -55,7 +56,7 @@ def simplify(graph: Graph) -> Graph:
         as_it_is = args is node.args and kwargs is node.kwargs and node.grad
         nodes.append(node if as_it_is else _traced(node, args, kwargs))
         alike.append(nodes[-1])
-        if node.op in RESHAPES | SWAPS:
+        if node.op in VIEWS:
             views[Ref(node.name)] = nodes[-1]
     outputs = tuple(o.at(now(o.ref)) for o in graph.outputs)
     return Graph(graph.inputs, tuple(nodes), outputs, graph.constants, graph.functions).pruned()
