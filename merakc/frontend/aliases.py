@@ -9,7 +9,7 @@ One of several views made by one call (`split`, `unbind`) is remembered as a sli
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, count, islice, pairwise
 from typing import Any
 
@@ -185,12 +185,15 @@ class Aliases:
     def _scatter_real(self, op: str, child: Alias, parent: Alias) -> Ref:
         """The same of complex numbers, by their parts: torch differentiates no more of them."""
         spec, dim = parent.spec, (child.args[0] if child.args else 0) % len(parent.spec.shape)
-        real = replace(spec, shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
+        real = spec._replace(shape=(*spec.shape, 2), dtype=spec.dtype.to_real())
         parts = [
-            self.emit("aten.view_as_real.default", (self._resolved(of),), replace(
-                real, shape=(*of.spec.shape, 2)))
+            self.emit(
+                "aten.view_as_real.default",
+                (self._resolved(of),),
+                real._replace(shape=(*of.spec.shape, 2)),
+            )
             for of in (parent, child)
-        ]  # fmt: skip
+        ]
         found = self.emit(op, (*parts, dim, *child.args[1:]), real)
         return self.emit("aten.view_as_complex.default", (found,), spec)
 

@@ -337,7 +337,7 @@ class _Finder:
                 return None
             sizes: tuple[Any, ...] = spec.shape
             shape = [d.value(bounds) if isinstance(d, Number) else d for d in sizes]
-            return replace(spec, shape=tuple(map(int, shape)))
+            return spec._replace(shape=tuple(map(int, shape)))
 
         specs = {r: bounded(self.specs[r]) for n in nodes for r in n.refs if r in self.specs}
         total = 0

@@ -72,8 +72,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Shape and dtype of a value; on a sharded graph, of one rank's part."""
 
     shape: tuple[int, ...]
@@ -123,9 +122,12 @@ class Input:
         return self.target if self.kind in (InputKind.SAVED, InputKind.TANGENT) else self.name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Node:
-    """One call. `args` and `kwargs` hold `Ref`s, numbers, strings, dtypes and tuples of them."""
+    """One call. `args` and `kwargs` hold `Ref`s, numbers, strings, dtypes and tuples of them.
+
+    Nobody changes one: it is not frozen since that makes each three times as long to make.
+    """
 
     name: str
     op: str
@@ -147,7 +149,7 @@ class Node:
             _collect(self.args, found)
             _collect(self.kwargs, found)
             refs = tuple(found)
-            object.__setattr__(self, "_refs", refs)
+            self._refs = refs
         return refs
 
     def reading(self, args: tuple[Any, ...], kwargs: Any = None) -> Node:
@@ -155,7 +157,7 @@ class Node:
         kwargs = self.kwargs if kwargs is None else kwargs
         made = Node(self.name, self.op, args, kwargs, self.outputs,
                     module=self.module, source=self.source, grad=self.grad)  # fmt: skip
-        object.__setattr__(made, "_outs", self._outs)
+        made._outs = self._outs
         return made
 
     @property
@@ -171,7 +173,7 @@ class Node:
         outs = self._outs
         if outs is None:
             outs = tuple([tuple.__new__(Ref, (self.name, k)) for k in range(len(self.outputs))])
-            object.__setattr__(self, "_outs", outs)
+            self._outs = outs
         return outs
 
     @property

@@ -73,7 +73,7 @@ class _Loss:
         rows = Node(f"{self.node.name}.rows", "aten.reshape.default", (x, spec.shape), (), (spec,))
         args = (Ref(rows.name), weight, bias, self.node.args[1], *how)
         dtype = torch.promote_types(spec.dtype, torch.float32)
-        summed = replace(self.node.spec, dtype=dtype)
+        summed = self.node.spec._replace(dtype=dtype)
         loss = replace(self.node, op=BLOCKWISE, args=args, kwargs=(), outputs=(summed,))
         if dtype == self.node.spec.dtype:
             return [rows, loss]

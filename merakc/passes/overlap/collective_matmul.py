@@ -260,7 +260,7 @@ def _in_parts(node: Node, shape: tuple[int, ...]) -> list[Node]:
     found = []
     for k, (op, args, own) in enumerate(made):
         last = k == len(made) - 1
-        spec = node.spec if last else replace(node.spec, shape=own)
+        spec = node.spec if last else node.spec._replace(shape=own)
         name = node.name if last else f"{node.name}#{k}"
         found.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(spec,)))
     return found
