@@ -34,7 +34,7 @@ from merakc.train.outputs import HandOut
 from merakc.train.steps import Steps
 
 # Trials: as many as the first time has room for, or the fewest where the second has.
-FEWEST, TRIALS = 5, 15
+FEWEST, TRIALS = 3, 15
 TIME_S, MOST_S = 1.0, 5.0
 # What graphs may raise on the zeros that stand in for a batch: of a real one they would not.
 ON_ZEROS = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)

@@ -184,4 +184,4 @@ def test_an_example_that_the_model_does_not_take_is_tried_on_zeros() -> None:
 
 
 def test_trials_take_a_second_where_five_of_them_do() -> None:
-    assert [count_of(s) for s in (0.01, 0.1, 0.2, 0.5, 1.0, 2.5, 9.0)] == [15, 10, 5, 5, 5, 2, 1]
+    assert [count_of(s) for s in (0.01, 0.1, 0.2, 0.5, 1.0, 2.5, 9.0)] == [15, 10, 5, 3, 3, 2, 1]
