@@ -9,7 +9,7 @@ leaves once what it reads would have been computed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,11 @@ from merakc.costs.device import place_on
 from merakc.costs.nodes import node_seconds
 from merakc.costs.work.flops import COLLECTIVES, FREE
 from merakc.ir.graph import Graph, Node
-from merakc.kernels.ops import STARTED, WAIT
+from merakc.kernels.ops import BACK, GONE, OUT, REST, STARTED, WAIT
 from merakc.machines.cluster import Cluster
 from merakc.runtime import codegen
 
+MOVES = (OUT, GONE, REST, BACK)
 # A wait that takes longer had something to wait for.
 BLOCKED_S = 1e-4
 
@@ -66,10 +67,32 @@ class Device:
             self.busy_until_s = max(self.busy_until_s, now_s)
         return found
 
+    def wait_until(self, end_s: float) -> None:
+        """Idles until a time of the clock, if it has nothing else left to do until then."""
+        self.busy_until_s = max(self.busy_until_s, end_s)
+
     def block(self, run: Any, *args: Any, **options: Any) -> Any:
         """Runs a collective of what was taken up, while the device idles."""
         self.finish()
         return self.wait(run, *args, **options)
+
+
+class HostLink:
+    """A link each way between a device and the memory of its host, which carries a copy at a time,
+    at so many bytes a second, from when what is copied would have been computed.
+    """
+
+    def __init__(self, device: Device, bytes_per_s: float) -> None:
+        self.device, self.bytes_per_s = device, bytes_per_s
+        self.free_s = {False: 0.0, True: 0.0}
+        self.carried_bytes = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, back: bool) -> Callable[[], None]:
+        """Takes up a copy of nothing; see `merakc.kernels.host.Copy`."""
+        begin_s = max(self.free_s[back], self.device.busy_until_s)
+        self.free_s[back] = begin_s + source.nbytes / self.bytes_per_s
+        self.carried_bytes += source.nbytes
+        return partial(self.device.wait_until, self.free_s[back])
 
 
 @contextmanager
@@ -93,7 +116,7 @@ class _Waiting(codegen._Writer):
             return self._wrapped(self.stand_in.start, node)
         if node.op == WAIT:
             return self._wrapped(self.stand_in.wait, node)
-        if node.op in FREE:
+        if node.op in FREE or node.op in MOVES:
             return super()._call(node)
         made = [None if o is None else torch.zeros(o.shape, dtype=o.dtype) for o in node.outputs]
         seconds = node_seconds(node, self.specs, place_on(self.stand_in.machines, 1))

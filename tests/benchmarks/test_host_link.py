@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from benchmarks import host_link
+from benchmarks.host_link import Row, linked, measured, rows, texts_of
+from benchmarks.overlap_steps import Size
+
+ROW = Row(1.0, 0.5, 1 << 20, 1 << 21, step_s=1.02, simulated_s=1.0, without_s=1.0)
+
+
+def test_what_is_asked_for() -> None:
+    assert ROW.passed
+    assert not replace(ROW, step_s=1.04).passed  # half, and not hidden
+    assert replace(ROW, step_s=1.04, ratio=1.5).passed
+    assert replace(ROW, step_s=1.04, share=1.0).passed
+    assert not replace(ROW, simulated_s=1.1, share=1.0).passed
+
+
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves take the link as long as they should, on a device that only waits."""
+    monkeypatch.setattr(host_link, "SIZE", Size(layers=2, hidden=64, sequence=64, samples=4))
+    monkeypatch.setattr(host_link, "RATIOS", (0.2, 8.0))
+    monkeypatch.setattr(host_link, "SHARES", (1.0,))
+    hidden, waits = rows(1, Console(quiet=True))
+    assert 0 < hidden.host_bytes == waits.host_bytes
+    assert waits.step_s > 7 * waits.without_s > 2 * hidden.step_s
+    assert [len(row) for row in texts_of([hidden, waits])] == [8, 8, 8]
+
+
+def test_nothing_moves_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "SIZE", Size(layers=1, hidden=64, sequence=16, samples=2))
+    step_s, lowered = measured(linked(1e9), "none", 1)
+    assert step_s > 0
+    assert not lowered.plan.host_activations
