@@ -10,6 +10,7 @@ import torch
 
 from merakc.kernels import (
     attention,
+    batch_norm,
     checks,
     collectives,
     draws,
@@ -99,7 +100,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, checks, collectives, draws, experts, gemm, host, opaque, overwritten,
+    attention, batch_norm, checks, collectives, draws, experts, gemm, host, opaque, overwritten,
     places, products, scores,
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from merakc.ir.recompute import IN_BACKWARD, Keep, Run, parse_runs
 from merakc.ir.schedule import Schedule
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.passes.autodiff.algebra import fewer_passes
+from merakc.passes.autodiff.batch_statistics import with_statistics
 from merakc.passes.autodiff.differentiate import joint_graph, partition
 from merakc.passes.autodiff.loss_gradient import without_zeros
 from merakc.passes.autodiff.recompute import checkpointed, within_bytes
@@ -318,6 +319,11 @@ PIECES: Final = (
         lambda stage, at: stage if at.compiled else without_zeros(stage),
     ),
     Pass(
+        "batch-statistics", "Call by call: those of a batch norm by the call that normalises.",
+        Kind.PIECES, Kind.PIECES,
+        lambda stage, at: stage if at.compiled else with_statistics(stage),
+    ),
+    Pass(
         "recompute-cheap", "Call by call: makes again what costs next to nothing.",
         Kind.PIECES, Kind.PIECES, lambda stage, at: stage if at.compiled else lean(stage),
     ),
@@ -366,7 +372,7 @@ PIPELINE: Final = (
 
 def called_pieces(local: Graph) -> StageGraphs:
     """Forward and backward of a stage whose calls run one by one, before blocks are recomputed."""
-    return lean(without_zeros(differentiate(local)))
+    return lean(with_statistics(without_zeros(differentiate(local))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+RESIZING = ("aten.upsample_", "aten._upsample_")
+
 
 def part_by_part(op: str, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What computes the same as the composite op `op` called with `args`, in plain ops; or None."""
     if op.startswith("aten.adaptive_avg_pool") and all(size == 1 for size in args[1]):
         return _mean_pool
+    if op.startswith(RESIZING) and op.endswith(".vec"):
+        return functools.partial(_resized, op.split(".")[1])
     if op == "aten.cosine_similarity.default":
         return _cosine_similarity
     if op in CHECKING:
@@ -25,6 +30,21 @@ def part_by_part(op: str, args: Sequence[Any]) -> Callable[..., Any] | None:
 def _mean_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     """Adaptive average pooling of the last dims to size 1: torch's changes its strides in place."""
     return x.mean([-k for k in range(len(output_size), 0, -1)], keepdim=True)
+
+
+def _resized(name: str, x: Tensor, output_size: Sequence[int] | None, *rest: Any) -> Tensor:
+    """`F.interpolate` by the op that it is in eager: torch's decomposition gathers the neighbours
+    of each pixel by indices, and adds gradients up by them.
+
+    `x` is [n, c, *]; `rest` are the op's own options, and last the factors of its dims or None.
+    """
+    *options, factors = rest
+    sizes = x.shape[2:]
+    if output_size is None:
+        output_size = [int(n * f) for n, f in zip(sizes, factors, strict=True)]
+    resize = getattr(torch.ops.aten, name).default
+    out: Tensor = resize(x, output_size, *options, *(factors or [None] * len(sizes)))
+    return out
 
 
 def _cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:

@@ -39,6 +39,35 @@ def test_pooling_to_other_sizes_stays() -> None:
     assert composites.part_by_part("aten.adaptive_avg_pool2d.default", (None, (1, 2))) is None
 
 
+RESIZES: dict[str, tuple[int, dict[str, Any]]] = {
+    "nearest": (2, {}),
+    "nearest-exact": (1, {}),
+    "linear": (1, {"align_corners": True}),
+    "bilinear": (2, {"align_corners": False}),
+    "bicubic": (2, {}),
+    "antialiased": (2, {"mode": "bilinear", "antialias": True}),
+    "trilinear": (3, {}),
+}
+
+
+@pytest.mark.parametrize("by", [{"size": 7}, {"scale_factor": 1.7}], ids=str)
+@pytest.mark.parametrize("mode", RESIZES)
+def test_resizing_is_one_call(mode: str, by: dict[str, Any]) -> None:
+    """As in eager: torch's decomposition gathers pixels by indices, and takes several times as
+    long.
+    """
+    dims, options = RESIZES[mode]
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        out = nn.functional.interpolate(s.scale * x, **{"mode": mode, **options}, **by)
+        return out.pow(2).sum()
+
+    model = Small(forward, scale=nn.Parameter(torch.ones((), **F64)))
+    graph = check(model, randn(2, 3, *range(4, 4 + dims)), relative=1e-13).graph
+    assert [n.op for n in graph.nodes if "index" in n.op] == []
+    assert len([n.op for n in graph.nodes if "upsample" in n.op]) == 1
+
+
 def forward(s: Any, x: Tensor) -> Tensor:
     out, states = s.layer(s.scale * x)
     states = states if isinstance(states, tuple) else (states,)
