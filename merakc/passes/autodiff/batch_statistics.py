@@ -45,12 +45,12 @@ def _rewritten(graph: Graph) -> Graph:
         if norm is None or norm.name in instead or not _unbiased(node, norm):
             continue
         both = replace(
-            norm, name=f"{norm.name}.both", op=BOTH, args=(*norm.args[:3], norm.args[7]),
+            norm, op=BOTH, args=(*norm.args[:3], norm.args[7]),
             outputs=(*norm.outputs, *node.outputs),
         )  # fmt: skip
         first, last = sorted((node, norm), key=lambda n: place[n.name])
         instead |= {first.name: [both], last.name: []}
-        now |= zip((*norm.outs, *node.outs), both.outs, strict=True)
+        now |= zip(node.outs, both.outs[len(norm.outs) :], strict=True)
     nodes = [n for node in graph.nodes for n in instead.get(node.name, [node])]
     return graph.with_nodes(nodes).renamed(now)
 
