@@ -21,6 +21,7 @@ from merakc.frontend.python.state import Change
 from merakc.frontend.python.watch import WatchedState
 from merakc.runtime.part import plain
 from merakc.runtime.state import crc_of
+from merakc.train.parameters.elements import Known
 
 # What never changes, and what advances by itself: a forward that draws from it is refused.
 _UNWATCHED = (tuple, FunctionType, MethodType, *RANDOM)
@@ -112,14 +113,18 @@ class Settings:
         )
 
     def _leaf(self, thing: Any) -> str | int:
-        """What is told of tensors, and of objects that are not looked into: which one it is."""
-        if isinstance(thing, Tensor):
+        """What is told of tensors, and of objects that are not looked into: which one it is.
+        Of what a rank holds of a tensor likewise, and how often it was written to: the numbers are
+        other ones on each rank.
+        """
+        is_part = isinstance(thing, Known)
+        if isinstance(thing, Tensor) and not is_part:
             return content_hash(thing) + " with a gradient" * thing.requires_grad
         known = (k for k, x in enumerate(self._things) if x is thing)
         number = next(known, len(self._things))
         if number == len(self._things):
             self._things.append(thing)
-        return number
+        return f"part {number}, {marks(thing)[0]}" if is_part else number
 
 
 def marks(tensor: Tensor) -> tuple[int, int, bool]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.part import TensorPart, plain
 from merakc.train.parameters.elements import Elements
@@ -291,3 +291,54 @@ def test_parts_speak_for_the_whole_and_say_so_outside_the_process() -> None:
         assert held == 4, "of 8: tp splits it"
         assert number == pytest.approx(float(wanted.norm() + wanted.max()), rel=1e-12)
         assert all("on 'scale' or its gradient, of which this rank holds 4" in t for t in told)
+
+
+class Held(Tied):
+    """It may hold a copy of its weights, from which it is to stay near."""
+
+    near: dict[str, torch.Tensor] | None = None
+    reads = False
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean, and how far away it is."""
+        loss = super().forward(x)["loss"]
+        if self.reads and self.near is not None:
+            far = (p - self.near[name] for name, p in self.named_parameters())
+            loss = loss + sum(one.square().sum() for one in far)
+        return {"loss": loss}
+
+
+def keeping(degrees: dict[str, int] | None) -> tuple[list[float], str]:
+    """The losses of steps between which the model gets a copy of its weights; then what is said
+    where the forward reads it.
+    """
+    model: Any = Held()
+    if degrees is not None:
+        model = merakc.auto_parallel(
+            model, batch(0, 1), dp=1, micro_batches=2, cluster=NOMINAL_CPU, **degrees
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(batch(0, 1))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        model.near = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.reads, said = True, ""
+    try:
+        model(batch(0, 1))
+    except MerakError as error:
+        said = str(error)
+    return losses, said
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2, "pp": 1}, {"tp": 1, "pp": 2}], ids=str)
+def test_a_model_may_hold_parts_that_its_forward_does_not_read(degrees: dict[str, int]) -> None:
+    wanted, _ = keeping(None)
+    found = run_ranks(2, partial(keeping, degrees))
+    for losses, said in found:
+        assert losses == pytest.approx(wanted, rel=1e-10)
+        assert said
+    assert any("of which this rank holds" in said for _, said in found)
