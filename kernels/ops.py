@@ -10,7 +10,7 @@ import torch
 
 from merakc.kernels import (
     attention,
-    batch_norm,
+    buffers,
     checks,
     collectives,
     draws,
@@ -18,7 +18,6 @@ from merakc.kernels import (
     gemm,
     host,
     opaque,
-    overwritten,
     places,
     products,
     ragged,
@@ -100,7 +99,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, batch_norm, checks, collectives, draws, experts, gemm, host, opaque, overwritten,
+    attention, buffers, checks, collectives, draws, experts, gemm, host, opaque,
     places, products, scores,
 )  # fmt: skip
 

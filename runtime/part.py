@@ -88,6 +88,12 @@ def _boxes(layout: Layout, tp: int, tp_rank: int, start: int, stop: int) -> tupl
     return part_boxes(layout, tp, tp_rank, start, stop)
 
 
+class OfAWhole:
+    """A tensor that is what this rank has of another, for which it speaks."""
+
+    __slots__ = ()
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor, as what this rank holds: of no type that speaks for the whole."""
     if type(tensor) in (torch.Tensor, nn.Parameter):

@@ -122,12 +122,9 @@ class Input:
         return self.target if self.kind in (InputKind.SAVED, InputKind.TANGENT) else self.name
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class Node:
-    """One call. `args` and `kwargs` hold `Ref`s, numbers, strings, dtypes and tuples of them.
-
-    Nobody changes one: it is not frozen since that makes each three times as long to make.
-    """
+    """One call. `args` and `kwargs` hold `Ref`s, numbers, strings, dtypes and tuples of them."""
 
     name: str
     op: str
@@ -149,7 +146,7 @@ class Node:
             _collect(self.args, found)
             _collect(self.kwargs, found)
             refs = tuple(found)
-            self._refs = refs
+            object.__setattr__(self, "_refs", refs)
         return refs
 
     def reading(self, args: tuple[Any, ...], kwargs: Any = None) -> Node:
@@ -157,7 +154,7 @@ class Node:
         kwargs = self.kwargs if kwargs is None else kwargs
         made = Node(self.name, self.op, args, kwargs, self.outputs,
                     module=self.module, source=self.source, grad=self.grad)  # fmt: skip
-        made._outs = self._outs
+        object.__setattr__(made, "_outs", self._outs)
         return made
 
     @property
@@ -173,7 +170,7 @@ class Node:
         outs = self._outs
         if outs is None:
             outs = tuple([tuple.__new__(Ref, (self.name, k)) for k in range(len(self.outputs))])
-            self._outs = outs
+            object.__setattr__(self, "_outs", outs)
         return outs
 
     @property

@@ -16,7 +16,8 @@ from merakc.ir.program import ActionKind
 from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.lowered import Lowered
 from merakc.passes.autodiff.shorten import graph_form, shorten
-from merakc.passes.pipeline import PiecesOf, offload_place, offloaded
+from merakc.passes.offload.moves import offloaded
+from merakc.passes.pipeline import PiecesOf, offload_place
 
 # The blocks by which long runs of them are told, and by how much the seconds that one more takes
 # may differ.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from merakc.analysis.moves import verify_moves
 from merakc.costs.device import Place, place_on
 from merakc.costs.work.flops import PIPELINED
 from merakc.ir.graph import Graph
@@ -32,8 +31,7 @@ from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.loops import rolled
 from merakc.passes.forward.scores import without_scores
-from merakc.passes.offload.choose import chosen
-from merakc.passes.offload.moves import moved
+from merakc.passes.offload.moves import offloaded
 from merakc.passes.overlap.async_collectives import overlapped, same_nodes
 from merakc.passes.overlap.collective_matmul import chunk_rows
 from merakc.passes.overlap.fused_products import fuse_products
@@ -200,17 +198,6 @@ def _offload(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 def offload_place(plan: Plan) -> Place:
     """Where moves are put under computation: on the machines that the plan records."""
     return place_on(plan.machines or NOMINAL_GPU, plan.tp)
-
-
-def offloaded(stage: StageGraphs, share: float, place: Place) -> StageGraphs:
-    """The stage of which `share` of what may wait on the host does. Raises `ProgramError` where the
-    check of its moves finds a fault.
-    """
-    made = moved(stage, chosen(stage, share, place), place)
-    split = made.input_grad is not None
-    last = (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) if split else (ActionKind.BACKWARD,)
-    verify_moves(made, (ActionKind.FORWARD, *last))
-    return made
 
 
 def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tuple[Program, ...]:

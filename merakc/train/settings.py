@@ -19,9 +19,8 @@ from merakc.frontend.python.content import (
 )
 from merakc.frontend.python.state import Change
 from merakc.frontend.python.watch import WatchedState
-from merakc.runtime.part import plain
+from merakc.runtime.part import OfAWhole, plain
 from merakc.runtime.state import crc_of
-from merakc.train.parameters.elements import Known
 
 # What never changes, and what advances by itself: a forward that draws from it is refused.
 _UNWATCHED = (tuple, FunctionType, MethodType, *RANDOM)
@@ -117,7 +116,7 @@ class Settings:
         Of what a rank holds of a tensor likewise, and how often it was written to: the numbers are
         other ones on each rank.
         """
-        is_part = isinstance(thing, Known)
+        is_part = isinstance(thing, OfAWhole)
         if isinstance(thing, Tensor) and not is_part:
             return content_hash(thing) + " with a gradient" * thing.requires_grad
         known = (k for k, x in enumerate(self._things) if x is thing)

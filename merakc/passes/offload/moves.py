@@ -14,18 +14,30 @@ from dataclasses import replace
 
 from merakc.analysis.aliases import last_uses
 from merakc.analysis.liveness import owners
+from merakc.analysis.moves import verify_moves
 from merakc.costs.device import Place
 from merakc.costs.nodes import start_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import StageGraphs
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.ops import BACK, GONE, OUT, REST, WAIT
 from merakc.machines.links import Link
-from merakc.passes.offload.choose import READERS
+from merakc.passes.offload.choose import READERS, chosen
 
 # So many times the seconds of its copy before its first reader a value starts to come back: other
 # traffic on the link, and clocks, vary.
 AHEAD = 1.25
 Inserts = dict[int, list[Node]]  # by the position of the node that they stand before
+
+
+def offloaded(stage: StageGraphs, share: float, place: Place) -> StageGraphs:
+    """The stage of which `share` of what may wait on the host does. Raises `ProgramError` where the
+    check of its moves finds a fault.
+    """
+    made = moved(stage, chosen(stage, share, place), place)
+    split = made.input_grad is not None
+    last = (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) if split else (ActionKind.BACKWARD,)
+    verify_moves(made, (ActionKind.FORWARD, *last))
+    return made
 
 
 def moved(stage: StageGraphs, counts: Mapping[str, int], place: Place) -> StageGraphs:

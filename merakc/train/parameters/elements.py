@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _foreach_utils
 
 from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
-from merakc.runtime.part import TensorPart, place_of, places, plain
+from merakc.runtime.part import OfAWhole, TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
 from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
@@ -70,7 +71,7 @@ _PYTHON_WRITES = {
 _PYTHON = {"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or"}
 
 
-class Elements(torch.Tensor):
+class Elements(OfAWhole, torch.Tensor):
     """What a rank has of a parameter's values or gradient, or of what was computed of it element by
     element; `views` are the calls that have changed their shape or order since.
     """
@@ -103,7 +104,7 @@ class Elements(torch.Tensor):
         return f"{own}\n({held} of {self.source.numel} elements of '{name}')"
 
 
-class HeldParameter(nn.Parameter):
+class HeldParameter(OfAWhole, nn.Parameter):
     """A parameter, of which this rank has a part, all or nothing."""
 
     source: Source
@@ -218,7 +219,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name in _EQUAL and len(known) > 1 and all(x.source.is_like(first.source) for x in known):
         same = _by_elements(_EQUAL[name], "eq", args, kwargs, known)
         return bool(share_of(same, _kind("all", same, (), {})))
-    if name in NORMS | REDUCTIONS and args and args[0] is first and not _is_pair(args):
+    is_pair = len(args) > 1 and isinstance(args[1], torch.Tensor)  # `max` and the like, of two
+    if name in NORMS | REDUCTIONS and args and args[0] is first and not is_pair:
         kind = _kind(name, first, args[1:], kwargs)
         if kind is not None:
             return share_of(first, kind, kwargs.get("dtype"))
@@ -261,6 +263,8 @@ def _by_elements(
     target = out if out is not None else [*args, *kwargs.values()][0] if writes else first
     if is_part and not (alike and isinstance(target, Known) and _fits(first, (args, kwargs))):
         raise _refusal(name, first)
+    if not is_part and any(isinstance(x, FakeTensor) for x in args):  # which knows none of ours
+        return func(*pytree.tree_map_only(Known, plain, args), **kwargs)
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
@@ -320,11 +324,6 @@ def _answer(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     if name in _OF_ANY or (name.lstrip("_").startswith("is_") and name not in _OF_ELEMENTS):
         return func(*args, **kwargs)
     raise _refusal(name, of)
-
-
-def _is_pair(args: Sequence[Any]) -> bool:
-    """Whether `max` and the like are of two tensors, element by element."""
-    return len(args) > 1 and isinstance(args[1], torch.Tensor)
 
 
 @cache

@@ -1,17 +1,39 @@
-"""Batch normalisation that gives the statistics too which running ones follow from:
-`merakc::batch_norm_statistics`.
+"""What forwards write to buffers.
 
-torch's op writes running statistics and returns others, the inverse of a deviation among them, of
-which the variance is not to be had without loss. Running ones that the batch's replace altogether
-are the batch's own, by the very sums of torch.
+`merakc::overwritten`: what is written in place under `no_grad`, where autograd does not look, has
+the new value and the gradient of the old one. `merakc::batch_norm_statistics`: what a batch norm
+normalises, with the statistics that running ones follow from. torch's op writes running ones and
+returns others, the inverse of a deviation among them, of which the variance is not to be had
+without loss; but running ones that the batch's replace altogether are those, by torch's own sums.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Normalised = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("merakc::overwritten", mutates_args=())
+def overwritten(before: Tensor, now: Tensor) -> Tensor:
+    """`now`, of the shape and dtype of `before`, to which the gradient goes as it comes."""
+    assert (before.shape, before.dtype) == (now.shape, now.dtype), (before, now)
+    return now.clone()
+
+
+@overwritten.register_fake
+def _(before: Tensor, now: Tensor) -> Tensor:
+    return torch.empty_like(now)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, None
+
+
+overwritten.register_autograd(_differentiate)
 
 
 def _batch_norm_statistics(
