@@ -53,9 +53,9 @@ _OTHERWISE = (
     "all parameters, of one loss; add the losses up"
 )
 _UNSEEN = (
-    f"a gradient is wanted of something that was computed from an output of the model outside the "
-    f"step, which has not seen it; {REMEDY}; of several calls of the model, call backward() of the "
-    "loss of each, or make them one call, of a module that makes them"
+    "a gradient is wanted of something that was computed from an output of the model outside the "
+    f"step, which has not seen it; {REMEDY}; of several calls, call backward() of each one's loss, "
+    "or make them one; a loss that was read before more was added: read it after backward()"
 )
 
 
