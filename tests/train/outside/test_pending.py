@@ -237,7 +237,7 @@ def backward_of(what: str, model: ParallelModel) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("two calls", "of several calls of the model, call backward"),
+        ("two calls", "of several calls, call backward"),
         ("two losses", "computed from an output of the model outside the step"),
         ("rows", r"backward\(\) of a tensor of shape \[8, 3\]"),
         ("no gradient", "does not require a gradient"),
