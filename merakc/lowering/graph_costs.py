@@ -16,8 +16,7 @@ from merakc.ir.program import ActionKind
 from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.lowered import Lowered
 from merakc.passes.autodiff.shorten import graph_form, shorten
-from merakc.passes.offload.moves import offloaded
-from merakc.passes.pipeline import PiecesOf, offload_place
+from merakc.passes.pipeline import PiecesOf, with_moves
 
 # The blocks by which long runs of them are told, and by how much the seconds that one more takes
 # may differ.
@@ -68,7 +67,7 @@ def _moved_cost(lowered: Lowered, stage: int, local: Graph, place: Place) -> Sta
         replace(_pieces_of(plan, stage), split=ActionKind.INPUT_GRAD in kinds, checkpoint=False)
     )
     if pieces.backward is not None:
-        pieces = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
+        pieces = with_moves(pieces, plan, stage)
     return stage_cost(pieces, place, in_buckets=plan.has_buckets)
 
 

@@ -192,12 +192,15 @@ def _offload(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     plan = at.plan
     if at.apart or not at.train or not plan.host_activations or stage.backward is None:
         return stage
-    return offloaded(stage, plan.host_activations[at.stage], offload_place(plan))
+    return with_moves(stage, plan, at.stage)
 
 
-def offload_place(plan: Plan) -> Place:
-    """Where moves are put under computation: on the machines that the plan records."""
-    return place_on(plan.machines or NOMINAL_GPU, plan.tp)
+def with_moves(pieces: StageGraphs, plan: Plan, stage: int) -> StageGraphs:
+    """The pieces of a stage with moves of what its plan keeps on the host, put under computation on
+    the machines that the plan records.
+    """
+    place = place_on(plan.machines or NOMINAL_GPU, plan.tp)
+    return offloaded(pieces, plan.host_activations[stage], place)
 
 
 def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tuple[Program, ...]:
