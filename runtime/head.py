@@ -19,8 +19,8 @@ from merakc.ir.graph import Graph, Input, InputKind, OutputKind
 from merakc.ir.program import StageGraphs
 from merakc.runtime.codegen import NO_HOOKS, compile_graph
 from merakc.runtime.fused import Fuser
+from merakc.runtime.groups import all_gather
 from merakc.runtime.pieces import Compiler
-from merakc.runtime.shards import all_gather
 
 Tensors = dict[str, torch.Tensor]
 # Where the values of a message begin: no dtype has larger elements.

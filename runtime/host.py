@@ -7,9 +7,12 @@ lives there, copied to and from as over a link, and counted apart (`merakc.runti
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from merakc.runtime.streams import Work, streams_of
 
 HOST = torch.device("cpu")
 _pool: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
@@ -34,6 +37,32 @@ def brought_up(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.dtype != target.dtype:  # or the link would carry more, from memory that is not pinned
         source = empty(source.numel(), target.dtype, target.device).copy_(source)
     target.copy_(source, non_blocking=True)
+
+
+def fetch(target: torch.Tensor, source: torch.Tensor) -> Work | None:
+    """Fills a device's tensor with one of the host's, beside the computing; what is returned lets
+    that go on once it is there.
+    """
+    streams = streams_of(target.device)
+    if streams is None:
+        target.copy_(source)
+        return None
+    return _Copying(target, streams.copy(target, source, True))
+
+
+class _Copying:
+    """A copy into `target`, which lives until the computing has waited for it."""
+
+    def __init__(self, target: torch.Tensor, join: Callable[[], None]) -> None:
+        self._target, self._join = target, join
+
+    def wait(self) -> None:
+        """The computing goes on once it has ended; the host does at once."""
+        self._join()
+
+    def is_completed(self) -> bool:
+        """Not before it was waited for."""
+        return False
 
 
 def is_beside(tensor: torch.Tensor) -> bool:

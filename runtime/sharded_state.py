@@ -52,6 +52,7 @@ class ShardedState:
                 precision if spec.is_trained else None,
                 device,
                 on_host=spec.on_host,
+                fetched=spec.fetched,
             )
             for spec in specs
         }
@@ -127,13 +128,13 @@ class ShardedState:
     @property
     def extra_bytes(self) -> int:
         """What is held beside `owned`: other ranks' parts, and the buckets that are gathered."""
-        gathered = [b.numel * b.kept.itemsize for b in self.buckets if b.groups.gather is not None]
+        gathered = [b.numel * b.kept.itemsize for b in self.buckets if b.is_gathered]
         return sum(b.extra_bytes for b in self.buckets) + sum(sorted(gathered)[-HELD:])
 
     def fetch(self, name: str) -> torch.Tensor:
         """A whole parameter; the next bucket is gathered while it is used."""
         bucket = self.bucket_of[name]
-        if bucket.groups.gather is not None:
+        if bucket.is_gathered:
             if bucket not in self.held:
                 self._gather(bucket)
             self.current = bucket
@@ -142,7 +143,7 @@ class ShardedState:
         if self.ahead and self.named[self.ahead[0].bucket] is bucket:
             self.ahead.popleft()
             self._start_ahead()
-        if bucket.groups.gather is None:
+        if not bucket.is_gathered:
             return bucket.whole[name]
         member = bucket.members[name]
         return member.part(self.held[bucket], 0).view(member.shape)
@@ -150,7 +151,9 @@ class ShardedState:
     def _gather(self, bucket: Bucket) -> None:
         """Starts to gather a bucket, in the place of all but the one that is read."""
         self.held = {b: whole for b, whole in self.held.items() if b is self.current}
-        self.held[bucket] = whole = bucket.kept.new_empty(bucket.numel)
+        self.held[bucket] = whole = torch.empty(
+            bucket.numel, dtype=bucket.kept.dtype, device=bucket.device
+        )
         bucket.gathering.start(bucket.gather(whole))
 
     def sinks(self, name: str) -> bool:

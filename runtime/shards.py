@@ -13,7 +13,7 @@ neighbours; its part of that shard, i div s_p, is what it optimizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from merakc.ir.precision import Precision
 from merakc.ir.state import Role, StateShards
-from merakc.runtime.groups import Groups
-from merakc.runtime.host import brought_down, brought_up
-from merakc.runtime.streams import Running, streams_of
+from merakc.runtime.groups import Groups, all_gather, reduce_scatter
+from merakc.runtime.host import HOST, brought_down, brought_up, empty, fetch
+from merakc.runtime.streams import Running, Work, streams_of, wait_for
 
 Tensors = dict[str, torch.Tensor]
 
@@ -93,8 +93,9 @@ class Bucket:
 
     `kept` is the rank's shard of them as they are computed with. `master` is what it optimizes of
     them: in a `precision`, and `on_host`, memory of its own, otherwise a view of `kept`; `on_host`
-    beside the device, as are its gradients in the end. `owned` are the parameters' parts of it.
-    `gathering` and `reducing` are what runs of its collectives.
+    beside the device, as are its gradients in the end. What is `fetched` has `kept` there, too.
+    `owned` are the parameters' parts of `master`. `gathering` and `reducing` are what runs of its
+    collectives.
 
     Tensors on the meta device begin as zeros, on `device`.
     """
@@ -107,7 +108,9 @@ class Bucket:
         device: torch.device | None = None,
         *,
         on_host: bool = False,
+        fetched: bool = False,
     ) -> None:
+        assert not fetched or groups.shards.optimizer == 1, "fetched buckets are whole on a rank"
         self.groups, shards = groups, groups.shards
         self.members: dict[str, Member] = {}
         total = 0
@@ -117,7 +120,8 @@ class Bucket:
         self.total, first = total, next(iter(tensors.values())).detach()
         self.numel = math.ceil(total / shards.optimizer) * shards.optimizer
         dtype = precision.dtype("master") if precision else first.dtype
-        flat = torch.zeros(self.numel, dtype=dtype, device=device or first.device)
+        self.device, self.fetched = device or first.device, fetched
+        flat = torch.zeros(self.numel, dtype=dtype, device=HOST if fetched else self.device)
         for name, member in self.members.items():
             if not tensors[name].is_meta:
                 member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
@@ -126,11 +130,13 @@ class Bucket:
         self.owned_at = groups.owned_index * self.owned_size
         self.on_host, self.gradient_dtype = on_host, first.dtype
         self.is_tied = False  # whether ranks of other stages add gradients, once these are reduced
-        self.has_master = on_host or precision is not None
+        self.has_master = precision is not None or (on_host and not fetched)
         kept = flat[self.kept_at : self.kept_at + size]
         if precision is not None:
             self.gradient_dtype = precision.dtype("gradients")
-            self.kept = kept.to(precision.dtype("compute"), copy=True)
+            self.kept = self._beside(kept, precision.dtype("compute"))
+        elif fetched:
+            self.kept = self._beside(kept, kept.dtype)
         else:
             self.kept = flat if shards.parameters == 1 else kept.clone()
         self.master = self._made_master(flat)
@@ -143,29 +149,42 @@ class Bucket:
             for name, member in self.members.items()
         }
         self.is_trained = any(p.requires_grad for p in self.owned.values())
-        self.whole = self.views(self.kept) if shards.parameters == 1 else {}
+        self.whole = self.views(self.kept) if not self.is_gathered else {}
         self.sum: torch.Tensor | None = None  # whole gradients, while they are added up
         self.summed: set[str] = set()  # those of them that are there
         self.gradient: torch.Tensor | None = None  # the rank's shard of them
         self.arrived: set[str] = set()  # those of the running micro-batch
-        self.gathering, self.reducing = Running(), Running(streams_of(flat.device))
+        self.gathering, self.reducing = Running(), Running(streams_of(self.device))
 
     def _made_master(self, flat: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes of all the parameters."""
         own = flat[self.owned_at : self.owned_at + self.owned_size]
-        if self.on_host:
-            return brought_down(own, own.dtype)
         if not self.has_master:
             return self._own(self.kept)
+        if self.on_host:
+            return self._beside(own, own.dtype, host=True)
         return own if self.groups.shards.optimizer == 1 else own.clone()
 
     def _own(self, kept: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes, in the shard of the parameters that it keeps."""
         return kept[self.owned_at - self.kept_at :][: self.owned_size]
 
+    def _beside(self, flat: torch.Tensor, dtype: torch.dtype, host: bool = False) -> torch.Tensor:
+        """A copy in a dtype: on the device, or beside it where the bucket is fetched."""
+        if not self.fetched and not host:
+            return flat.to(dtype, copy=True)
+        return empty(flat.numel(), dtype, self.device).copy_(flat)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the device has it whole only while it is read."""
+        return self.fetched or self.groups.gather is not None
+
     @property
     def extra_bytes(self) -> int:
-        """What is held of the parameters beside `master`."""
+        """What the device holds of the parameters beside `master`."""
+        if self.fetched:
+            return 0
         return self.kept.nbytes - (0 if self.has_master else self.master.nbytes)
 
     @property
@@ -188,19 +207,19 @@ class Bucket:
 
     def move(self) -> None:
         """Leaves the memory of what this rank optimizes to who else holds it."""
-        if self.on_host:
+        if self.on_host and self.has_master:
             self.master = brought_down(self.master, self.master.dtype)
         elif self.has_master:
             self.master = self.master.clone()
         else:
-            self.kept = self.kept.clone()
+            self.kept = self._beside(self.kept, self.kept.dtype)
             self.master = self._own(self.kept)
 
     def restore(self) -> None:
         """Makes the parameters views of the bucket again."""
         for name, member in self.members.items():
             self.owned[name].data = member.shaped(member.part(self.master, self.owned_at))
-        self.whole = self.views(self.kept) if self.groups.shards.parameters == 1 else {}
+        self.whole = self.views(self.kept) if not self.is_gathered else {}
 
     def copy_(self, other: Bucket) -> None:
         """Takes the values of a bucket like this one."""
@@ -216,7 +235,12 @@ class Bucket:
         if not self.is_trained:
             return
         own = self._own(self.kept)
-        if self.on_host:
+        if self.fetched and self.has_master:
+            wait_for(self.device)  # what was fetched before has been read
+            own.copy_(self.master)
+        elif self.fetched:
+            pass
+        elif self.on_host:
             brought_up(own, self.master)
         elif self.has_master:
             own.copy_(self.master)
@@ -224,9 +248,13 @@ class Bucket:
             with _unsafe_preserve_version_counter(self.kept):
                 yield all_gather(self.kept, own, self.groups.refresh)
 
-    def gather(self, whole: torch.Tensor) -> Iterator[dist.Work]:
-        """Fills `whole` with the parameters of all shards."""
-        if self.groups.gather is not None:
+    def gather(self, whole: torch.Tensor) -> Iterator[Work]:
+        """Fills `whole` with the parameters of all shards, or with those of the host."""
+        if self.fetched:
+            copied = fetch(whole, self.kept)
+            if copied is not None:
+                yield copied
+        elif self.groups.gather is not None:
             yield all_gather(whole, self.kept, self.groups.gather)
 
     def bounds(self, name: str, index: int) -> tuple[int, int]:
@@ -260,7 +288,7 @@ class Bucket:
 
     def _part_of_sum(self, name: str) -> torch.Tensor:
         if self.sum is None:
-            self.sum = self.kept.new_empty(self.numel, dtype=self.gradient_dtype)
+            self.sum = torch.empty(self.numel, dtype=self.gradient_dtype, device=self.device)
             self.sum[self.total :] = 0
         member = self.members[name]
         return member.part(self.sum, 0).view(member.shape)
@@ -322,7 +350,9 @@ class Bucket:
         """
         self.reducing.finish()
         if self.gradient is None:
-            self.gradient = self.kept.new_zeros(self.owned_size, dtype=self.reduce_dtype)
+            self.gradient = torch.zeros(
+                self.owned_size, dtype=self.reduce_dtype, device=self.device
+            )
         return self.gradient
 
     def take_gradients(self) -> Tensors:
@@ -341,7 +371,7 @@ class Bucket:
 
         Where a rank has none of a name, its part counts as zeros.
         """
-        flat = self.kept.new_zeros(self.owned_size, dtype=self.master.dtype)
+        flat = torch.zeros(self.owned_size, dtype=self.master.dtype, device=self.device)
         for name, part in parts.items():
             self.members[name].part(flat, self.owned_at).copy_(part.detach().reshape(-1))
         whole = flat.new_empty(self.numel)
@@ -353,42 +383,3 @@ class Bucket:
             parts_of = whole.view(-1, shards.parameters, self.owned_size)
             whole = parts_of.transpose(0, 1).reshape(-1)
         return self.views(whole)
-
-
-def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Fills `whole` with the parts of all ranks of the group; `own` may be a view of it."""
-    work = _COLLECTIVES["gather"](whole, own, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
-def reduce_scatter(
-    flat: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype
-) -> Generator[dist.Work, None, torch.Tensor]:
-    """This rank's part of the sum over the group, added up in `dtype`.
-
-    gloo's own is an all-reduce, of twice the bytes. There ranks exchange parts and add them up
-    themselves, in the order of ranks: 16 MiB over two ranks at 1 Gb/s take 79 ms where its own
-    takes 142 and an all-reduce 135, over four ranks of one machine 15, 40 and 23 ms. So they do
-    where what is added up is narrower than the sum, and travels as it is.
-    """
-    if group is None:
-        return flat.to(dtype)
-    size = dist.get_world_size(group)
-    if dist.get_backend(group) == "gloo" or flat.dtype != dtype:
-        parts = torch.empty_like(flat)
-        work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
-        assert work is not None
-        yield work
-        return parts.view(size, -1).sum(0, dtype=dtype)
-    own = flat.chunk(size)[dist.get_rank(group)]
-    out = torch.empty_like(own)
-    yield _COLLECTIVES["scatter"](out, flat, group=group, async_op=True)
-    return out
-
-
-# torch 2.13 renames them; their old names warn there.
-_COLLECTIVES: dict[str, Callable[..., dist.Work]] = {
-    "gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
-    "scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
-}

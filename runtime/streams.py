@@ -14,11 +14,20 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from merakc.kernels.host import bind_copies, unbind_copies
 
 Mark = Any  # a torch.cuda.Event, or what a stand-in takes for one
+
+
+class Work(Protocol):
+    """What runs beside the computing: a collective, or a copy."""
+
+    def wait(self) -> object:
+        """The computing goes on once it has ended."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, as far as the host knows."""
 
 
 class Streams(Protocol):
@@ -137,12 +146,12 @@ class Running:
 
     def __init__(self, streams: Streams | None = None) -> None:
         self.waited_s, self.streams = 0.0, streams
-        self.steps: Iterator[dist.Work] = iter(())
-        self.work: dist.Work | None = None
+        self.steps: Iterator[Work] = iter(())
+        self.work: Work | None = None
         self.end: Mark = None  # of what runs aside
         self.read: list[torch.Tensor] = []  # aside, of the computing's memory
 
-    def start(self, steps: Iterator[dist.Work]) -> None:
+    def start(self, steps: Iterator[Work]) -> None:
         """Starts the first, once those before have ended."""
         self.finish()
         if self.streams is None:

@@ -32,7 +32,7 @@ class Held:
     """A parameter that a rank holds, in the dtype in which it is kept.
 
     `stages` are all that have it, of other ranks too; where several are this rank's, it is shared.
-    What is `on_host` is updated there.
+    What is `on_host` is updated there; what is `fetched` is kept there, too.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Held:
     is_shared: bool = False
     is_used: bool = True
     on_host: bool = False
+    fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class BucketSpec:
 
     `name` says the stages and the bucket's number: `2:0` is the first of stage 2, `0+3:0` the first
     of what stages 0 and 3 have, the same on the ranks of both. The gradients of shared ones are
-    first added up over the stages of this rank. Those `on_host` are updated there.
+    first added up over the stages of this rank. Those `on_host` are updated there; those that are
+    `fetched` are kept there, and come to the device when they are read.
     """
 
     name: str
@@ -63,6 +65,17 @@ class BucketSpec:
     is_trained: bool
     is_shared: bool
     on_host: bool = False
+    fetched: bool = False
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the device has it whole only while it is read."""
+        return self.fetched or self.shards.parameters > 1
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether what reads it waits until it is there."""
+        return self.fetched or self.shards.optimizer > 1
 
 
 def plan_buckets(
@@ -74,18 +87,18 @@ def plan_buckets(
 
     `shards` gives those of a stage; of several, the first one's count. A bucket of several holds
     `bucket_bytes` at most, times their `bucket_scale`, and less where that would make fewer than
-    `LEAST_BUCKETS`. Frozen parameters that are not sharded are in none. A bucket holds parameters
-    of the same stages, trained or frozen, updated on the host or not; unused ones come last, so
-    that the names of the others follow from the graphs alone.
+    `LEAST_BUCKETS`. Frozen parameters that are neither sharded nor fetched are in none. A bucket
+    holds parameters of the same stages, trained or frozen, updated or kept on the host or not;
+    unused ones come last, so that the names of the others follow from the graphs alone.
     """
-    parts: dict[tuple[tuple[int, ...], bool, bool, bool], list[Held]] = {}
+    parts: dict[tuple[tuple[int, ...], bool, bool, bool, bool], list[Held]] = {}
     for item in held:
-        if item.is_trained or shards(item.stages[0]).parameters > 1:
-            key = item.stages, not item.is_used, not item.is_trained, item.on_host
+        if item.is_trained or item.fetched or shards(item.stages[0]).parameters > 1:
+            key = item.stages, not item.is_used, not item.is_trained, item.on_host, item.fetched
             parts.setdefault(key, []).append(item)
     found: list[BucketSpec] = []
     numbers: Counter[tuple[int, ...]] = Counter()
-    for (stages, _, is_frozen, on_host), part in sorted(parts.items(), key=lambda p: p[0]):
+    for (stages, _, is_frozen, on_host, fetched), part in sorted(parts.items(), key=lambda p: p[0]):
         numel = {h.name: h.numel for h in part}
         dtype = {h.name: h.dtype for h in part}
         sizes = [(h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part]
@@ -99,7 +112,7 @@ def plan_buckets(
                     f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype=dtype[names[0]],
                     numel=sum(numel[n] for n in names), shards=shards(stages[0]),
                     is_trained=not is_frozen,
-                    is_shared=part[0].is_shared, on_host=on_host,
+                    is_shared=part[0].is_shared, on_host=on_host, fetched=fetched,
                 )
             )  # fmt: skip
     return tuple(found)

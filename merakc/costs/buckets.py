@@ -12,6 +12,7 @@ from merakc.costs.state import DpGroup, Precision, collective_seconds
 from merakc.ir import precision as ir
 from merakc.ir.program import CollectiveKind, Mesh
 from merakc.machines.cluster import Cluster
+from merakc.machines.links import Host
 
 
 def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
@@ -27,12 +28,16 @@ def mesh_fabric(mesh: Mesh, cluster: Cluster) -> Fabric:
 
 
 def bucket_seconds(
-    buckets: Iterable[BucketSpec], group: DpGroup, precision: ir.Precision | None = None
+    buckets: Iterable[BucketSpec],
+    group: DpGroup,
+    precision: ir.Precision | None = None,
+    host: Host | None = None,
 ) -> dict[tuple[str, CollectiveKind], float]:
     """Seconds of each collective of each bucket.
 
     What is gathered travels in the dtype that is computed with, gradients in their own where they
-    are scattered, and in float32 or wider where they are reduced whole.
+    are scattered, and in float32 or wider where they are reduced whole. What is fetched comes from
+    the `host`.
     """
     found: dict[tuple[str, CollectiveKind], float] = {}
     for spec in buckets:
@@ -43,6 +48,10 @@ def bucket_seconds(
         sizes = Precision(computed.itemsize, gradient.itemsize, 0)
         seconds = collective_seconds(spec.numel, spec.shards, group, sizes)
         found |= {(spec.name, kind): value for kind, value in seconds.items()}
+        if spec.fetched and host is not None:
+            found[spec.name, CollectiveKind.GATHER] += host.up.seconds(
+                computed.itemsize * spec.numel
+            )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ from merakc.costs.work.memory import ActionBytes, Sum, order_bytes
 from merakc.costs.work.sharded import StateBytes, graph_state_bytes
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
+from merakc.ir.offload import NOWHERE, OnHost
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.ir.state import UNSHARDED, StateShards
@@ -34,13 +35,13 @@ def stage_cost(
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
     *,
-    on_host: Collection[str] = (),
+    on_host: OnHost = NOWHERE,
     fused: bool = False,
     in_buckets: bool = False,
 ) -> StageCost:
     """The cost of a stage from its own graphs; of pieces that were not made, nothing.
 
-    The parameters of `tied` are sharded as another stage has them, those `on_host` updated there.
+    The parameters of `tied` are sharded as another stage has them.
     `fused` calls add no gradients to those that are there. Of parameters `in_buckets` these are
     added to their bucket, which is among the static bytes, as soon as they are made.
     """
@@ -107,7 +108,7 @@ def faster(cost: StageCost, share: float) -> StageCost:
 
 def with_state(
     cost: StageCost, graph: Graph, shards: StateShards, precision: Precision | None = None,
-    on_host: Collection[str] = (),
+    on_host: OnHost = NOWHERE,
 ) -> StageCost:  # fmt: skip
     """The cost of a stage with its state in these shards, and some of it on the host."""
     return replace(
@@ -128,7 +129,7 @@ def static_bytes(
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
-    on_host: Collection[str] = (),
+    on_host: OnHost = NOWHERE,
 ) -> int:
     """Parameters, buffers and constants; gradients and optimizer state of the trained ones.
 
@@ -138,7 +139,7 @@ def static_bytes(
     others = sum(
         i.spec.size_bytes
         for i in graph.inputs
-        if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards)
+        if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards, on_host)
     )
     state = _state(graph, shards, precision, tied, on_host)
     held = state.kept_bytes + state.gathered_bytes
@@ -150,7 +151,7 @@ def reduced_bytes(
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
-    on_host: Collection[str] = (),
+    on_host: OnHost = NOWHERE,
 ) -> int:
     """What the reduced gradients take more than those of the micro-batches."""
     state = _state(graph, shards, precision, tied, on_host)
@@ -162,7 +163,7 @@ def _state(
     shards: StateShards,
     precision: Precision | None,
     tied: Mapping[str, StateShards],
-    on_host: Collection[str],
+    on_host: OnHost,
 ) -> StateBytes:
     """What buckets of the stage's parameters hold; told once of each way to shard them."""
     if tied or on_host:
@@ -170,7 +171,7 @@ def _state(
     return graph.told(graph_state_bytes, shards, precision)
 
 
-def _is_whole(item: Input, shards: StateShards) -> bool:
+def _is_whole(item: Input, shards: StateShards, on_host: OnHost) -> bool:
     """Whether it is a parameter that is in no bucket."""
     is_frozen = item.kind is InputKind.PARAMETER and not item.requires_grad
-    return is_frozen and shards.parameters == 1
+    return is_frozen and shards.parameters == 1 and item.target not in on_host.kept

@@ -10,9 +10,26 @@ from merakc.ir.state import AUTO
 
 NONE = "none"
 # What can be moved: the optimizer's state of a parameter, with the copy that it updates; what a
-# forward keeps for its backward.
-OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
-KINDS = (ACTIVATIONS, OPTIMIZER)
+# forward keeps for its backward; a parameter with all that is kept of it.
+OPTIMIZER, ACTIVATIONS, PARAMETERS = "optimizer", "activations", "parameters"
+KINDS = (ACTIVATIONS, OPTIMIZER, PARAMETERS)
+UNNAMED = (ACTIVATIONS, OPTIMIZER)  # of a size alone
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """The names of parameters of which something lives on the host: those that are updated there,
+    and those that are kept there and come to the device as they are read.
+    """
+
+    updated: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.updated or self.kept)
+
+
+NOWHERE = OnHost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +43,15 @@ class Offload:
     as_needed: bool = False
 
     def may(self, kind: str) -> bool:
-        """Whether tensors of this kind may live on the host."""
-        return kind in self.kinds
+        """Whether tensors of this kind may live on the host; parameters that do are updated
+        there.
+        """
+        return kind in self.kinds or (kind == OPTIMIZER and PARAMETERS in self.kinds)
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether parameters are to live there, with room on the device or without."""
+        return PARAMETERS in self.kinds and not self.as_needed
 
 
 def parse_offload(text: str) -> Offload:
@@ -51,7 +75,7 @@ def parse_offload(text: str) -> Offload:
             raise _unknown(text)
     if len(sizes) > 1:
         raise _unknown(text)
-    return Offload(tuple(sorted(kinds)) or KINDS, sizes[0] if sizes else None)
+    return Offload(tuple(sorted(kinds)) or UNNAMED, sizes[0] if sizes else None)
 
 
 def _unknown(text: str) -> ConfigError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.ir.batches import WHOLE_BATCH, Couplings, Rows
+from merakc.ir.offload import OnHost
 from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Cluster
@@ -84,7 +85,8 @@ class Plan(Strategy):
     decide the order of the nodes of such stages.
 
     `host_states` names the parameters that are updated on the host: what the optimizer keeps of
-    them is there, with the copy that it updates, of which the device has another to compute with.
+    them is there, with the copy that it updates, of which the device has another to compute with;
+    of `host_parameters` that is there too, and comes to the device as it is read.
     `host_activations` is, by stage, the share of what a micro-batch keeps for its backward that
     waits there (`merakc.passes.offload`), moved where the figures of `machines` say.
     """
@@ -108,6 +110,7 @@ class Plan(Strategy):
     fused_products: tuple[str, ...] = ()
     machines: Cluster | None = None
     host_states: tuple[str, ...] = ()
+    host_parameters: tuple[str, ...] = ()
     host_activations: tuple[float, ...] = ()
 
     @property
@@ -115,7 +118,17 @@ class Plan(Strategy):
         """Whether parameters stand in buckets (`merakc.analysis.buckets`): where several ranks may
         share their state, or what the optimizer updates is a copy of its own.
         """
-        return self.state_ranks > 1 or self.precision is not None or bool(self.host_states)
+        return self.state_ranks > 1 or self.precision is not None or bool(self.on_host)
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether buckets are gathered or reduced: over dp, or from the host."""
+        return self.state_ranks > 1 or bool(self.host_parameters)
+
+    @property
+    def on_host(self) -> OnHost:
+        """The parameters of which something lives on the host."""
+        return OnHost(self.host_states, self.host_parameters)
 
     @property
     def rank_of(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
-from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, offload_text, parse_offload
+from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.recompute import IN_BACKWARD, parse_budget, parse_runs
 
 RECOMPUTE = ("none", *IN_BACKWARD, "stage", "solved")
@@ -92,7 +92,7 @@ def _problems(plan: Values) -> Iterator[str]:
 
 def _offload_problems(plan: Values) -> Iterator[str]:
     """What lives on the host: of kinds that there are, in the form in which plans write them."""
-    offload, names = plan["offload"], plan["host_states"]
+    offload = plan["offload"]
     try:
         kinds = set(parse_offload(offload).kinds)
     except ConfigError as error:
@@ -100,13 +100,17 @@ def _offload_problems(plan: Values) -> Iterator[str]:
         return
     if offload_text(kinds) != offload:
         yield f"offload is {offload!r}; it must be {offload_text(kinds)!r}"
-    if bool(names) != (OPTIMIZER in kinds):
-        yield f"host_states has {len(names)} entries, and offload is {offload!r}"
-    for name in names:
-        if name not in plan["parameters"]:
-            yield f"host_states names {name!r}; it must name parameters of the plan"
-    if list(names) != sorted(set(names)):
-        yield "host_states names parameters twice, or not in order"
+    for field, kind in (("host_states", OPTIMIZER), ("host_parameters", PARAMETERS)):
+        names = plan[field]
+        if bool(names) != (kind in kinds):
+            yield f"{field} has {len(names)} entries, and offload is {offload!r}"
+        for name in names:
+            if name not in plan["parameters"]:
+                yield f"{field} names {name!r}; it must name parameters of the plan"
+        if list(names) != sorted(set(names)):
+            yield f"{field} names parameters twice, or not in order"
+    if plan["host_parameters"] and any(s["optimizer"] > 1 for s in plan["state_shards"]):
+        yield "host_parameters is given; the state of a stage must then be whole on each rank"
     shares = plan["host_activations"]
     if bool(shares) != (ACTIVATIONS in kinds):
         yield f"host_activations has {len(shares)} entries, and offload is {offload!r}"

@@ -38,7 +38,7 @@ def graph_costs(lowered: Lowered, places: Sequence[Place]) -> list[StageCost]:
             cost = _moved_cost(lowered, stage, like, place)
         else:
             cost = like.told(_cost, _pieces_of(plan, stage), place, plan.has_buckets)
-        state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.host_states
+        state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.on_host
         found.append(
             replace(
                 cost,

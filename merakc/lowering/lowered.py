@@ -174,7 +174,7 @@ class Lowered:
         the Programs' one pipeline rank, where they are known. With both, Programs are to be run:
         `ProgramError` is raised where a collective does not stand where the pieces want it.
         """
-        if self.plan.state_ranks == 1:
+        if not self.plan.has_collectives:
             return tuple(programs)
         local, is_run = self.stages.local, touches is not None and buckets is not None
         touches = touches or {s: graph.told(rough_touches) for s, graph in enumerate(local)}

@@ -118,7 +118,8 @@ def _host_seconds(lowered: Lowered, cluster: Cluster) -> tuple[float, ...]:
             if spec.on_host:
                 kept = spec.dtype.itemsize
                 computed = plan.precision.dtype("compute") if plan.precision else spec.dtype
-                sizes = Precision(computed.itemsize, kept, (OPTIMIZER_STATES + 1) * kept)
+                up_bytes = 0 if spec.fetched else computed.itemsize  # comes as it is read
+                sizes = Precision(up_bytes, kept, (OPTIMIZER_STATES + 1) * kept)
                 found[rank] += moved_seconds(-(-spec.numel // spec.shards.optimizer), sizes, host)
     return tuple(found)
 
@@ -126,12 +127,13 @@ def _host_seconds(lowered: Lowered, cluster: Cluster) -> tuple[float, ...]:
 def _collective_seconds(
     lowered: Lowered, cluster: Cluster
 ) -> dict[tuple[str, CollectiveKind], float]:
-    """Seconds of the collectives over dp, of the buckets of all pipeline ranks."""
+    """Seconds of gathering and reducing the buckets of all pipeline ranks."""
     found: dict[tuple[str, CollectiveKind], float] = {}
     plan = lowered.plan
     group = dp_group(plan.mesh, cluster)
-    for buckets in lowered.buckets if plan.state_ranks > 1 else ():
-        found |= bucket_seconds(buckets, group, plan.precision)
+    host = cluster.with_hardware(plan.mesh.world_size).host
+    for buckets in lowered.buckets if plan.has_collectives else ():
+        found |= bucket_seconds(buckets, group, plan.precision, host)
     return found
 
 

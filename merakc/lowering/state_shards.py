@@ -130,7 +130,7 @@ class _Trial:
         plan = tried.plan
         stages = zip(self.costs, tried.stages.local, plan.state_shards, strict=True)
         return tuple(
-            with_state(c, graph, own, plan.precision, plan.host_states) for c, graph, own in stages
+            with_state(c, graph, own, plan.precision, plan.on_host) for c, graph, own in stages
         )
 
     def run(self, tried: Lowered, scale: int) -> tuple[float, list[_Waits]]:
@@ -170,7 +170,7 @@ class _Trial:
                 bucket = bucket_of.get(touch.parameter)
                 if bucket is not None and touch.is_gradient:
                     made.add(bucket.name)
-                elif bucket is not None and bucket.shards.parameters > 1:
+                elif bucket is not None and bucket.is_gathered:
                     read.add(bucket.name)
             gathers = sorted(seconds[name, CollectiveKind.GATHER] for name in read)
             posted_s += count * sum(gathers[:-GATHERED])

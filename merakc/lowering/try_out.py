@@ -56,7 +56,7 @@ class Steps:
         self, lowered: Lowered, programs: tuple[Program, ...], touches: Mapping[int, Touches] | None
     ) -> tuple[Program, ...]:
         """Such Programs with their collectives over dp, which depend on the shards of the state."""
-        key = id(programs), id(touches), lowered.plan.state_shards, lowered.plan.host_states
+        key = id(programs), id(touches), lowered.plan.state_shards, lowered.plan.on_host
         if self._placed[0] != key:
             # With the touches themselves: others might get the id of some that were gone.
             self._placed = key, lowered.with_collectives(programs, touches), touches

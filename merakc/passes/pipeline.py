@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from merakc.costs.device import Place, place_on
+from merakc.costs.device import place_on
 from merakc.costs.work.flops import PIPELINED
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan

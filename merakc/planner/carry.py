@@ -8,13 +8,25 @@ from dataclasses import replace
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.keep import keep_bytes
 from merakc.frontend.record import Recording
-from merakc.ir.offload import OPTIMIZER, offload_text
+from merakc.ir.offload import OPTIMIZER, PARAMETERS, offload_text
 from merakc.ir.plan import Plan
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import overlap_gains, recorded_machines, with_parts
 from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
+
+
+def _on_host_as(plan: Plan, made: Plan) -> Plan:
+    """What of parameters lives on the host, as another plan has it."""
+    states, kept = (
+        tuple(name for name in names if name in made.parameters)
+        for names in (plan.host_states, plan.host_parameters)
+    )
+    if any(shards.optimizer > 1 for shards in made.state_shards):
+        kept = ()
+    kinds = {kind for kind, names in ((OPTIMIZER, states), (PARAMETERS, kept)) if names}
+    return replace(made, host_states=states, host_parameters=kept, offload=offload_text(kinds))
 
 
 def carry_plan(
@@ -38,8 +50,7 @@ def carry_plan(
     like = _stages_like(plan, len(made.rank_of))
     if plan.keep_bytes:
         made = replace(made, keep_bytes=_kept(plan, lowered, like, cluster))
-    states = tuple(name for name in plan.host_states if name in made.parameters)
-    made = replace(made, host_states=states, offload=offload_text({OPTIMIZER} if states else set()))
+    made = _on_host_as(plan, made)
     if plan.kept_blocks:
         made = replace(made, kept_blocks=tuple(plan.kept_blocks[s] for s in like))
     if plan.host_activations:

@@ -1,20 +1,29 @@
-"""Which parameters are updated on the host: those that a plan is asked to, or no more than what its
-devices have no room for, tensor by tensor.
+"""Which parameters are updated on the host, or kept there: those that a plan is asked to, or no
+more than what its devices have no room for, tensor by tensor.
 
 Of a rank those go first whose first reader is last: their gradients are there first, and the
-updated values are read last. A byte costs each of them the same seconds otherwise.
+updated values are read last. A byte costs each of them the same seconds otherwise. What the device
+computes with stays there as long as it has room without the rest: it is read in every micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.sharded import state_bytes
 from merakc.errors import ConfigError
-from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, offload_text, parse_offload
+from merakc.ir.offload import (
+    ACTIVATIONS,
+    NOWHERE,
+    OPTIMIZER,
+    PARAMETERS,
+    OnHost,
+    offload_text,
+    parse_offload,
+)
 from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
@@ -25,6 +34,8 @@ from merakc.report.units import format_bytes
 
 # How often what is missing is looked for again: buckets are cut otherwise on both sides.
 ROUNDS = 4
+# Where all of a rank's parameters are: updated on the host, or kept there too.
+UPDATED, BOTH = OnHost(updated=("",)), OnHost(updated=("",), kept=("",))
 # A parameter's bytes on the device that leave it, and those that it takes on the host.
 _Sizes = tuple[int, int]
 
@@ -40,54 +51,77 @@ def with_host_states(lowered: Lowered, asked: str, cluster: Cluster) -> Lowered:
         return lowered
     if offload.as_needed:
         return _as_needed(lowered, cluster)
-    sizes = _sizes(lowered)
-    budget = [offload.size_bytes] * len(sizes)
-    names = {n for own, most in zip(sizes, budget, strict=True) for n in _within(own, most)}
-    return _checked(_predicted(lowered, names, cluster), cluster)
+    keeps = offload.may(PARAMETERS)
+    if keeps and not _is_whole(lowered.plan):
+        raise ConfigError(
+            f"offload={asked!r} with state_shards={lowered.plan.state_shards[0]}: what comes from "
+            "the host is whole on each rank; leave state_shards out, or move the optimizer's state "
+            "alone (offload='optimizer')"
+        )
+    sizes = _sizes(lowered, (NOWHERE, BOTH if keeps else UPDATED))
+    names = {n for own in sizes for n in _within(own, offload.size_bytes)}
+    return _checked(_predicted(_moving(lowered, names, names if keeps else ()), cluster), cluster)
 
 
 def _as_needed(lowered: Lowered, cluster: Cluster) -> Lowered:
     host = cluster.host
     if host is None:
         return lowered
+    made = _freed(lowered, cluster, (NOWHERE, UPDATED), lambda names: _moving(lowered, names))
+    if made is None and _is_whole(lowered.plan):
+        every = _moving(lowered, _every(lowered))
+        made = _freed(
+            _predicted(every, cluster), cluster, (UPDATED, BOTH),
+            lambda names: _moving(every, every.plan.host_states, names),
+        )  # fmt: skip
+    return lowered if made is None or host_need(made) > host.memory_bytes else made
+
+
+def _freed(
+    lowered: Lowered,
+    cluster: Cluster,
+    ways: tuple[OnHost, OnHost],
+    moving: Callable[[Collection[str]], Lowered],
+) -> Lowered | None:
+    """What `moving` makes of the fewest parameters that fits, where each goes from one way to
+    the other; None where not even all of them are enough.
+    """
     memory = rank_memory_bytes(cluster, lowered.plan.mesh)
-    sizes, found = _sizes(lowered), lowered
+    sizes, found = _sizes(lowered, ways), lowered
     lacks = [0] * len(sizes)
     for _ in range(ROUNDS):
         assert found.prediction is not None
         over = [p - m for p, m in zip(found.prediction.peak_bytes, memory, strict=True)]
         if max(over) <= 0:
-            return found if _on_host(found.plan, sizes) <= host.memory_bytes else lowered
+            return found
         lacks = [a + max(b, 0) for a, b in zip(lacks, over, strict=True)]
-        if any(
-            need > sum(b for b, _ in own.values()) for need, own in zip(lacks, sizes, strict=True)
-        ):
-            break  # not even all of it is enough
-        names = {n for own, need in zip(sizes, lacks, strict=True) for n in _freeing(own, need)}
-        found = _predicted(lowered, names, cluster)
-    return lowered
+        pairs = list(zip(sizes, lacks, strict=True))
+        if any(need > sum(b for b, _ in own.values()) for own, need in pairs):
+            break
+        names = {name for own, need in pairs for name in _freeing(own, need)}
+        found = _predicted(moving(names), cluster)
+    return None
 
 
 def all_on_host(lowered: Lowered, asked: str, cluster: Cluster) -> Lowered | None:
     """The plan with the state of all trained parameters on the host, without its prediction; None
     where that is not asked for, or there is no room.
     """
-    offload, sizes = parse_offload(asked), _sizes(lowered)
+    offload = parse_offload(asked)
     if not offload.may(OPTIMIZER) or offload.size_bytes is not None or cluster.host is None:
         return None
-    plan = _moving(lowered.plan, {name for own in sizes for name in own})
-    if _on_host(plan, sizes) > cluster.host.memory_bytes:
-        return None
-    return replace(lowered, plan=plan, prediction=None)
+    keeps = offload.may(PARAMETERS) and not offload.as_needed
+    made = _moving(lowered, _every(lowered), _every(lowered) if keeps else ())
+    return None if host_need(made) > cluster.host.memory_bytes else made
 
 
 def _checked(lowered: Lowered, cluster: Cluster) -> Lowered:
     host = host_of(cluster)
-    need = _on_host(lowered.plan, _sizes(lowered))
+    need = host_need(lowered)
     if need > host.memory_bytes:
         raise ConfigError(
             f"offload: a rank moves {format_bytes(need)} to its host, of which it may use "
-            f"{format_bytes(host.memory_bytes)}; give how much it may move, as 'optimizer, "
+            f"{format_bytes(host.memory_bytes)}; give how much it may move, as '{OPTIMIZER}, "
             f"{host.memory_bytes >> 30} GiB', or shard the state"
         )
     return lowered
@@ -103,45 +137,75 @@ def host_of(cluster: Cluster) -> Host:
     return cluster.host
 
 
-def _predicted(lowered: Lowered, names: Collection[str], cluster: Cluster) -> Lowered:
-    """The plan that updates these on the host, with what it costs."""
-    made = replace(lowered, plan=_moving(lowered.plan, names))
-    return replace(made, prediction=predict(made, cluster, dp_rank=0)[0])
+def host_need(lowered: Lowered) -> int:
+    """The most that a rank has on its host of parameters and what is kept of them."""
+    precision = lowered.plan.precision
+    return max(state_bytes(own, precision).host_bytes for own in lowered.buckets)
 
 
-def _moving(plan: Plan, names: Collection[str]) -> Plan:
-    kinds = {OPTIMIZER} if names else set[str]()
-    if ACTIVATIONS in plan.offload:
+def _predicted(lowered: Lowered, cluster: Cluster) -> Lowered:
+    """The plan with what it costs."""
+    return replace(lowered, prediction=predict(lowered, cluster, dp_rank=0)[0])
+
+
+def _moving(lowered: Lowered, updated: Collection[str], kept: Collection[str] = ()) -> Lowered:
+    """The plan of which those of these parameters that are trained are updated on the host, and
+    all of the second ones kept there; without its prediction.
+    """
+    trained = {i.target for g in lowered.stages.local for i in g.inputs if i.requires_grad}
+    states = tuple(sorted(trained.intersection(updated)))
+    kinds = {OPTIMIZER} if states else set[str]()
+    kinds |= {PARAMETERS} if kept else set()
+    if ACTIVATIONS in lowered.plan.offload:
         kinds.add(ACTIVATIONS)
-    return replace(plan, host_states=tuple(sorted(names)), offload=offload_text(kinds))
+    plan = replace(
+        lowered.plan,
+        host_states=states, host_parameters=tuple(sorted(kept)), offload=offload_text(kinds),
+    )  # fmt: skip
+    return replace(lowered, plan=plan, prediction=None)
 
 
-def _sizes(lowered: Lowered) -> list[dict[str, _Sizes]]:
-    """By pipeline rank, what its trained parameters are on device and host, those first that go
-    first.
+def _is_whole(plan: Plan) -> bool:
+    """Whether each rank updates all that it computes with."""
+    return all(shards.optimizer == 1 for shards in plan.state_shards)
+
+
+def _every(lowered: Lowered) -> set[str]:
+    """The parameters that graphs read."""
+    graphs = lowered.stages.local
+    return {item.target for graph in graphs for item in graph.told(parameters_in_order)}
+
+
+def _sizes(lowered: Lowered, ways: tuple[OnHost, OnHost]) -> list[dict[str, _Sizes]]:
+    """By pipeline rank, what its parameters are on device and host where they go from one way to
+    another, those first that go first.
     """
     plan = lowered.plan
     found: list[dict[str, _Sizes]] = [{} for _ in range(plan.pp)]
     for stage in reversed(range(len(plan.rank_of))):
         for held in reversed(list(_held(lowered, stage))):
             here, there = (
-                state_bytes(
-                    plan_buckets([replace(held, on_host=on_host)], plan.shards), plan.precision
-                )
-                for on_host in (False, True)
+                state_bytes(plan_buckets([_in_way(held, way)], plan.shards), plan.precision)
+                for way in ways
             )
             own = here.kept_bytes - there.kept_bytes  # gradients are there until they are reduced
-            found[plan.rank_of[stage]].setdefault(held.name, (own, there.host_bytes))
+            if there.host_bytes:
+                found[plan.rank_of[stage]].setdefault(held.name, (own, there.host_bytes))
     return found
 
 
+def _in_way(held: Held, way: OnHost) -> Held:
+    """A parameter in a way that all are."""
+    return replace(held, on_host=bool(way.updated) and held.is_trained, fetched=bool(way.kept))
+
+
 def _held(lowered: Lowered, stage: int) -> Iterator[Held]:
-    """The parameters that a stage trains, in the order of their first use."""
+    """The parameters of a stage, in the order of their first use."""
     plan = lowered.plan
     for item in lowered.stages.local[stage].told(parameters_in_order):
-        if item.requires_grad:
-            dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=True)
-            yield Held(item.target, dtype, item.spec.numel, plan.parameters[item.target], True)
+        is_trained = item.requires_grad
+        dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=is_trained)
+        yield Held(item.target, dtype, item.spec.numel, plan.parameters[item.target], is_trained)
 
 
 def _within(sizes: Mapping[str, _Sizes], most_bytes: int | None) -> Iterator[str]:
@@ -169,8 +233,3 @@ def _freeing(sizes: Mapping[str, _Sizes], need_bytes: int) -> Sequence[str]:
             chosen.remove(name)
             spare -= sizes[name][0]
     return chosen
-
-
-def _on_host(plan: Plan, sizes: Sequence[Mapping[str, _Sizes]]) -> int:
-    """The most that a rank has on its host."""
-    return max(sum(own[n][1] for n in plan.host_states if n in own) for own in sizes)

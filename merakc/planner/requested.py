@@ -153,8 +153,8 @@ def _check_plan(request: Request, given: Plan) -> None:
         asked["couplings"] = request.couplings
     if parse_budget(request.recompute) is not None:
         asked["recompute"] = "budget"
-    kinds = {own: set(parse_offload(own).kinds) for own in (request.offload, given.offload)}
-    if kinds[given.offload] and kinds[given.offload] <= kinds[request.offload]:
+    moved = parse_offload(given.offload).kinds
+    if moved and all(map(parse_offload(request.offload).may, moved)):
         asked["offload"] = given.offload
     for name, value in asked.items():
         planned = getattr(given, name)

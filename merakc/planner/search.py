@@ -93,6 +93,7 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
+        is_open = is_open and not offload.moves_parameters  # of a rank that has them whole
         if lowered.plan.state_ranks > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
         moved = all_on_host(lowered, request.offload, cluster) if choice == "budget" else None
@@ -119,7 +120,7 @@ def is_pressed(request: Request, lowered: Lowered, cluster: Cluster) -> bool:
     if request.recompute == "auto":
         bare = replace(bare, recompute="none", keep_bytes=(), kept_blocks=())
     if parse_offload(request.offload).as_needed:
-        bare = replace(bare, offload=NONE, host_states=(), host_activations=())
+        bare = replace(bare, offload=NONE, host_states=(), host_parameters=(), host_activations=())
     if request.state_shards in (None, AUTO):
         bare = replace(bare, state_shards=())
     return bare != plan and not _fits(
@@ -325,7 +326,13 @@ def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Clust
     asked for cannot be kept.
     """
     plan = replace(
-        lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=(), offload=NONE, host_states=()
+        lowered.plan,
+        recompute=choice,
+        keep_bytes=(),
+        kept_blocks=(),
+        offload=NONE,
+        host_states=(),
+        host_parameters=(),
     )
     if choice == "budget":
         budget = parse_budget(request.recompute)

@@ -109,6 +109,8 @@ def _offload(plan: Plan, prediction: Prediction | None) -> str:
         host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
         took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
         parts.append(f"state of {count_of(len(plan.host_states), 'parameter')}{took}")
+    if plan.host_parameters:
+        parts.append(f"{count_of(len(plan.host_parameters), 'parameter')}, fetched when read")
     return f"{plan.offload}: {'; '.join(parts)}"
 
 

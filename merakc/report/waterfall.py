@@ -33,13 +33,12 @@ def _static(lowered: Lowered, costs: Sequence[StageCost], stages: Sequence[int])
     plan, total = lowered.plan, Counter[str]()
     for stage in stages:
         graph = lowered.stages.local[stage]
-        state = graph_state_bytes(
-            graph, plan.shards(stage), plan.precision, on_host=plan.host_states
-        )
+        state = graph_state_bytes(graph, plan.shards(stage), plan.precision, on_host=plan.on_host)
         frozen_bytes = 0
-        if plan.shards(stage).parameters == 1:  # those are in no bucket
-            own = (i for i in graph.inputs if i.kind is InputKind.PARAMETER)
-            frozen_bytes = sum(i.spec.size_bytes for i in own if not i.requires_grad)
+        if plan.shards(stage).parameters == 1:  # those are in no bucket, unless they are fetched
+            own = (i for i in graph.inputs if i.kind is InputKind.PARAMETER and not i.requires_grad)
+            fetched = plan.on_host.kept
+            frozen_bytes = sum(i.spec.size_bytes for i in own if i.target not in fetched)
         parts = {
             "parameters_bytes": state.parameter_bytes + frozen_bytes,
             "gathered_bytes": state.gathered_bytes,

@@ -109,11 +109,11 @@ class _Uses:
                 yield Collective(kind, bucket.name, touch.node)
 
     def _read(self, bucket: BucketSpec) -> CollectiveKind | None:
-        name, shards = bucket.name, bucket.shards
-        if shards.parameters > 1:
+        name = bucket.name
+        if bucket.is_gathered:
             seen, self.current = self.current == name, name
         else:
-            seen = name in self.refreshed or shards.optimizer == 1 or not bucket.is_trained
+            seen = name in self.refreshed or not bucket.is_waited_for or not bucket.is_trained
             self.refreshed.add(name)
         return None if seen else CollectiveKind.WAIT
 

@@ -15,8 +15,7 @@ from merakc.errors import ConfigError, MismatchError
 from merakc.frontend.python.content import content_hash
 from merakc.ir.batches import BatchDims, BatchLayout
 from merakc.ir.plan import Plan
-from merakc.runtime.groups import together
-from merakc.runtime.shards import all_gather
+from merakc.runtime.groups import all_gather, together
 from merakc.train.lengths import lengths_mark
 
 

@@ -21,11 +21,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"micro_batches": 2},
     "zero-1": {"dp": 2, "state_shards": "zero-1"},
     "zero-3": {"dp": 2, "state_shards": "zero-3", "micro_batches": 2},
+    "dp": {"dp": 2},
     "tp": {"dp": 1, "tp": 2},
     "pp": {"dp": 1, "pp": 2, "micro_batches": 2},  # with a tied embedding
     "bf16": {"dp": 2, "state_shards": "zero-1", "precision": "bf16-mixed"},
     "fp16": {"dp": 1, "precision": "fp16-mixed"},
+    "tp, bf16": {"dp": 1, "tp": 2, "precision": "bf16-mixed", "micro_batches": 2},
 }
+WHOLE = ("optimizer", "parameters")
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -70,7 +73,8 @@ def trained(
     held = [n for n, p in model._own("_steps").state.items() if is_beside(plain(p))]
     assert sorted(held) == sorted(set(beside) & model._own("_steps").state.keys())
     every = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert (beside == ()) if asked == "none" else (set(beside) == every) == (asked == "optimizer")
+    assert (beside == ()) if asked == "none" else (set(beside) == every) == (asked in WHOLE)
+    assert set(model.plan.host_parameters) == (every if asked == "parameters" else set())
     assert (pool_bytes() > 0) == bool(beside)
     if folder is not None:
         merakc.save(folder, model, optimizer)
@@ -109,6 +113,13 @@ def test_the_bits_are_those_of_an_update_on_the_device(
     # What few bytes hold is some parameters, and not all.
     asked = "optimizer, 6 kB" if name == "one rank" else "optimizer"
     run_ranks(ranks, both, layout, kind, asked, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["one rank", "dp", "tp, bf16", "pp", "fp16"])
+def test_so_are_those_of_parameters_that_are_fetched(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+    run_ranks(ranks, both, layout, "adamw", "parameters", tmp_path)
 
 
 def test_an_optimizer_of_whole_matrices() -> None:

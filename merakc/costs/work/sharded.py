@@ -18,6 +18,7 @@ import torch
 from merakc.analysis.buckets import BucketSpec, Held, plan_buckets
 from merakc.costs.work.memory import Sum
 from merakc.ir.graph import Graph, InputKind
+from merakc.ir.offload import NOWHERE, OnHost
 from merakc.ir.precision import Precision, kept_dtype
 from merakc.ir.state import StateShards
 
@@ -35,7 +36,7 @@ class StateBytes:
     micro-batches are added up in, and `filling_bytes` a bucket of whole gradients that are
     scattered when the last is there. In the end `reduced_bytes` of gradients stand in the place of
     those two. `host_bytes` are beside the device: what is updated there, what the optimizer keeps
-    of it, and its reduced gradients, which are nowhere else.
+    of it, and its reduced gradients, which are nowhere else; what is fetched from there.
     """
 
     kept_bytes: int
@@ -56,9 +57,13 @@ def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = Non
         mixed = precision if spec.is_trained else None
         computed = mixed.dtype("compute") if mixed else spec.dtype
         gradient = mixed.dtype("gradients") if mixed else spec.dtype
-        parameters += computed.itemsize * -(-numel // shards.parameters)
-        if shards.parameters > 1:
+        own = computed.itemsize * -(-numel // shards.parameters)
+        if spec.is_gathered:
             gathered.append(computed.itemsize * numel)
+        if not spec.fetched:
+            parameters += own
+        elif mixed is not None or not spec.is_trained:  # otherwise what is updated is read
+            host += own
         if not spec.is_trained:
             continue
         owned = spec.dtype.itemsize * -(-numel // shards.optimizer)
@@ -79,14 +84,13 @@ def graph_state_bytes(
     shards: StateShards,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = MappingProxyType({}),
-    on_host: Collection[str] = (),
+    on_host: OnHost = NOWHERE,
 ) -> StateBytes:
-    """The same of all parameters of a stage's graph; those of `tied` follow another stage's, those
-    `on_host` are updated there.
-    """
+    """The same of all parameters of a stage's graph; those of `tied` follow another stage's."""
     if not tied and not on_host:
         return _like_state_bytes(graph.told(_parameters), shards, precision)
     kinds = [shards, *dict.fromkeys(tied.values())]
+    updated, kept = set(on_host.updated), set(on_host.kept)
     held = [
         Held(
             i.target,
@@ -94,7 +98,8 @@ def graph_state_bytes(
             i.spec.numel,
             (kinds.index(tied.get(i.target, shards)),),
             i.requires_grad,
-            on_host=i.target in on_host,
+            on_host=i.target in updated,
+            fetched=i.target in kept,
         )
         for i in graph.inputs
         if i.kind is InputKind.PARAMETER

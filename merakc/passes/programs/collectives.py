@@ -115,16 +115,19 @@ def rank_buckets(plan: Plan, local: Sequence[Graph]) -> tuple[tuple[BucketSpec, 
     for graph, rank in zip(local, plan.rank_of, strict=True):
         read[rank] |= {item.target: item for item in graph.told(parameters_in_order)}
     held: list[list[Held]] = [[] for _ in range(plan.pp)]
+    updated, kept = set(plan.on_host.updated), set(plan.on_host.kept)
     for name in dict.fromkeys(i.target for g in local for i in g.told(parameters_in_order)):
         stages = plan.parameters[name]
         for rank, count in Counter(plan.rank_of[s] for s in stages).items():
             if (item := read[rank].get(name)) is not None:
                 dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
                 numel, is_trained = item.spec.numel, item.requires_grad
-                on_host = name in plan.host_states
                 held[rank].append(
-                    Held(name, dtype, numel, stages, is_trained, count > 1, on_host=on_host)
-                )
+                    Held(
+                        name, dtype, numel, stages, is_trained, count > 1,
+                        on_host=name in updated, fetched=name in kept,
+                    )
+                )  # fmt: skip
     return tuple(plan_buckets(own, plan.shards) for own in held)
 
 
@@ -228,7 +231,7 @@ class _Uses:
         """Those of a compute, in their order."""
         numbered = list(enumerate(uses))
         return cls(
-            tuple((i, u) for i, u in numbered if not u.gradients and u.bucket.shards.optimizer > 1),
+            tuple((i, u) for i, u in numbered if not u.gradients and u.bucket.is_waited_for),
             tuple((i, u) for i, u in numbered if u.gradients),
         )
 
@@ -311,7 +314,7 @@ class _Placing:
         current, seen = None, set()
         for k, uses in enumerate(self.uses):
             for i, use in uses.reads:
-                if use.bucket.shards.parameters > 1:
+                if use.bucket.is_gathered:
                     if use.bucket is current:
                         continue
                     current = use.bucket
@@ -324,7 +327,7 @@ class _Placing:
             for b in self.buckets
             if b.name in seen and b.is_trained and b.shards.optimizer > b.shards.parameters
         ]
-        gathered = [use.bucket for _, _, use in places if use.bucket.shards.parameters > 1]
+        gathered = [use.bucket for _, _, use in places if use.bucket.is_gathered]
         one, other = gathered[0] if gathered else None, None  # the two that are there
         head += [Collective(CollectiveKind.GATHER, b.name) for b in gathered[:1]]
         following = iter(gathered[1:])
@@ -334,7 +337,7 @@ class _Placing:
             if here is None:
                 here = found[k] = []
             here.append((i, use.at(CollectiveKind.WAIT)))
-            if use.bucket.shards.parameters > 1:
+            if use.bucket.is_gathered:
                 then = next(following, None)
                 if then is not None and then is not one and then is not other:
                     here.append((i, use.at(CollectiveKind.GATHER, then)))

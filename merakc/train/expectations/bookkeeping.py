@@ -170,7 +170,7 @@ class Bookkeeper:
             for stage in step.executor.stages.values():
                 yield from stage.constants.values()
         if steps.sharded:
-            yield from (bucket.kept for bucket in steps.sharded.buckets)
+            yield from (b.kept for b in steps.sharded.buckets if not b.fetched)
         yield from self.optimizers.state()
 
 

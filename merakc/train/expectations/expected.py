@@ -66,7 +66,7 @@ def expected(
         cluster = replace(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
         )
-    touches = {s: stage_touches(c) if plan.state_ranks > 1 else {} for s, c in step.chunks.items()}
+    touches = {s: stage_touches(c) if plan.has_collectives else {} for s, c in step.chunks.items()}
     inside = {
         s: chunk_collectives(s, chunk, place_on(cluster, plan.tp))
         for s, chunk in step.chunks.items()
@@ -103,7 +103,7 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     plan = step.lowered.plan
     cost = stage_cost(
         step.chunks[stage], place_on(cluster, plan.tp), plan.shards(stage), plan.precision,
-        plan.tied_shards(stage), on_host=plan.host_states, fused=step.lowered.compiled,
+        plan.tied_shards(stage), on_host=plan.on_host, fused=step.lowered.compiled,
         in_buckets=plan.has_buckets,
     )  # fmt: skip
     head = step.executor.head
@@ -211,7 +211,8 @@ def _processor() -> str:
 def _static_bytes(steps: Steps, step: CompiledStep) -> int:
     """Parameters, buffers and constants of this rank, what an optimizer keeps of the first."""
     constants = [c for s in step.executor.stages.values() for c in s.constants.values()]
-    beside = set(step.lowered.plan.host_states)
+    on_host = step.lowered.plan.on_host
+    beside = {*on_host.updated, *on_host.kept}
     held = [t for name, t in steps.state.items() if name not in beside]
     total = sum(t.nbytes for t in (*held, *constants))
     total += OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)

@@ -64,6 +64,7 @@ def _in_buckets(
 ) -> ShardedState:
     plan, own = lowered.plan, groups.coordinates[1]
     used = dict.fromkeys(i.target for g in lowered.stages.graphs for i in parameters_in_order(g))
+    updated, kept = set(plan.on_host.updated), set(plan.on_host.kept)
     held = []
     for name in dict.fromkeys([*used, *state]):
         if isinstance(state.get(name), nn.Parameter):
@@ -71,7 +72,7 @@ def _in_buckets(
             shared = sum(plan.rank_of[s] == own for s in place.stages) > 1
             held.append(
                 Held(name, place.dtype, state[name].numel(), place.stages, place.requires_grad,
-                     shared, name in used, name in plan.host_states)
+                     shared, name in used, name in updated, name in kept)
             )  # fmt: skip
     every = sorted({plan.shards(s) for s in range(len(plan.rank_of))})
     made = {shards: ShardGroups(groups, shards) for shards in every}

@@ -104,7 +104,7 @@ def check_reach(kind: str, held: Mapping[str, ShardedState | None]) -> None:
     """
     for name, sharded in held.items():
         bucket = sharded.bucket_of.get(name) if sharded else None
-        if bucket is not None and bucket.on_host and bucket.kept.device.type != "cpu":
+        if bucket is not None and bucket.on_host and bucket.device.type != "cpu":
             raise ConfigError(
                 f"{kind} needs whole tensors of other ranks, and the plan has the state of "
                 f"'{name}' on the host: give auto_parallel offload='none', or use an optimizer "
