@@ -57,6 +57,14 @@ class Member:
         return part.view((1,) * (len(self.shape) - 1) + (part.numel(),))
 
 
+def _members(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Member]]:
+    """The places of tensors, one behind the other, by their names."""
+    start = 0
+    for name, tensor in tensors.items():
+        yield name, Member(name, tensor.shape, start)
+        start += tensor.numel()
+
+
 class ShardGroups:
     """The process groups of one rank's shards, and its place in them. All ranks make it at once."""
 
@@ -112,33 +120,26 @@ class Bucket:
     ) -> None:
         assert not fetched or groups.shards.optimizer == 1, "fetched buckets are whole on a rank"
         self.groups, shards = groups, groups.shards
-        self.members: dict[str, Member] = {}
-        total = 0
-        for name, tensor in tensors.items():
-            self.members[name] = Member(name, tensor.shape, total)
-            total += tensor.numel()
-        self.total, first = total, next(iter(tensors.values())).detach()
-        self.numel = math.ceil(total / shards.optimizer) * shards.optimizer
-        dtype = precision.dtype("master") if precision else first.dtype
+        self.members = dict(_members(tensors))
+        self.total, first = sum(t.numel() for t in tensors.values()), next(iter(tensors.values()))
+        self.numel = math.ceil(self.total / shards.optimizer) * shards.optimizer
         self.device, self.fetched = device or first.device, fetched
-        flat = torch.zeros(self.numel, dtype=dtype, device=HOST if fetched else self.device)
+        flat = torch.zeros(
+            self.numel, dtype=precision.dtype("master") if precision else first.dtype,
+            device=HOST if fetched else self.device,
+        )  # fmt: skip
         for name, member in self.members.items():
             if not tensors[name].is_meta:
                 member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
-        size, self.owned_size = self.numel // shards.parameters, self.numel // shards.optimizer
-        self.kept_at = groups.parameter_index * size
+        self.kept_size = self.numel // shards.parameters
+        self.owned_size = self.numel // shards.optimizer
+        self.kept_at = groups.parameter_index * self.kept_size
         self.owned_at = groups.owned_index * self.owned_size
-        self.on_host, self.gradient_dtype = on_host, first.dtype
+        self.on_host = on_host
+        self.gradient_dtype = precision.dtype("gradients") if precision else first.dtype
         self.is_tied = False  # whether ranks of other stages add gradients, once these are reduced
         self.has_master = precision is not None or (on_host and not fetched)
-        kept = flat[self.kept_at : self.kept_at + size]
-        if precision is not None:
-            self.gradient_dtype = precision.dtype("gradients")
-            self.kept = self._beside(kept, precision.dtype("compute"))
-        elif fetched:
-            self.kept = self._beside(kept, kept.dtype)
-        else:
-            self.kept = flat if shards.parameters == 1 else kept.clone()
+        self.kept = self._made_kept(flat, precision)
         self.master = self._made_master(flat)
         self.reduce_dtype = torch.promote_types(self.gradient_dtype, torch.float32)
         self.owned = {
@@ -149,6 +150,7 @@ class Bucket:
             for name, member in self.members.items()
         }
         self.is_trained = any(p.requires_grad for p in self.owned.values())
+        assert on_host or not (fetched and self.is_trained), "what is kept there is updated there"
         self.whole = self.views(self.kept) if not self.is_gathered else {}
         self.sum: torch.Tensor | None = None  # whole gradients, while they are added up
         self.summed: set[str] = set()  # those of them that are there
@@ -156,24 +158,31 @@ class Bucket:
         self.arrived: set[str] = set()  # those of the running micro-batch
         self.gathering, self.reducing = Running(), Running(streams_of(self.device))
 
+    def _made_kept(self, flat: torch.Tensor, precision: Precision | None) -> torch.Tensor:
+        """This rank's shard of all the parameters, as they are computed with."""
+        own = flat[self.kept_at : self.kept_at + self.kept_size]
+        if self.fetched or precision is not None:
+            return self._copy_of(own, precision.dtype("compute") if precision else own.dtype)
+        return flat if self.groups.shards.parameters == 1 else own.clone()
+
     def _made_master(self, flat: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes of all the parameters."""
         own = flat[self.owned_at : self.owned_at + self.owned_size]
         if not self.has_master:
             return self._own(self.kept)
         if self.on_host:
-            return self._beside(own, own.dtype, host=True)
+            return brought_down(own, own.dtype)
         return own if self.groups.shards.optimizer == 1 else own.clone()
 
     def _own(self, kept: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes, in the shard of the parameters that it keeps."""
         return kept[self.owned_at - self.kept_at :][: self.owned_size]
 
-    def _beside(self, flat: torch.Tensor, dtype: torch.dtype, host: bool = False) -> torch.Tensor:
-        """A copy in a dtype: on the device, or beside it where the bucket is fetched."""
-        if not self.fetched and not host:
-            return flat.to(dtype, copy=True)
-        return empty(flat.numel(), dtype, self.device).copy_(flat)
+    def _copy_of(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy in a dtype; what is fetched lives beside the device."""
+        if self.fetched:
+            return empty(flat.numel(), dtype, self.device).copy_(flat)
+        return flat.to(dtype, copy=True)
 
     @property
     def is_gathered(self) -> bool:
@@ -212,7 +221,7 @@ class Bucket:
         elif self.has_master:
             self.master = self.master.clone()
         else:
-            self.kept = self._beside(self.kept, self.kept.dtype)
+            self.kept = self._copy_of(self.kept, self.kept.dtype)
             self.master = self._own(self.kept)
 
     def restore(self) -> None:

@@ -37,6 +37,14 @@ FULL = dataclasses.replace(
 )
 
 
+def test_parameters_that_are_fetched_are_whole_on_each_rank() -> None:
+    fetched = {"offload": "optimizer, parameters", "host_parameters": ("head.bias",)}
+    plan = dataclasses.replace(FULL, **fetched)  # type: ignore[arg-type]
+    check_values(dataclasses.asdict(PlanFile(dataclasses.replace(plan, state_shards=()))))
+    with pytest.raises(PlanError, match="the state of a stage must then be whole on each rank"):
+        check_values(dataclasses.asdict(PlanFile(plan)))
+
+
 def test_sound_values_pass() -> None:
     for plan in (PLAN, FULL, dataclasses.replace(PLAN, batch_size=0)):
         for file in (PlanFile(plan), dataclasses.replace(FILE, decisions=plan)):
@@ -54,11 +62,12 @@ def test_sound_values_pass() -> None:
         (("batch_size",), -8, "batch_size is -8"),
         (("recompute",), "some", "recompute is 'some'; it must be one of none, full"),
         (("offload",), "all", "offload 'all' is not known; choose none"),
-        (("offload",), "auto", "offload is 'auto'; it must be 'activations, optimizer'"),
+        (("offload",), "auto", "offload is 'auto'; it must be 'activations, optimizer, param"),
         (("offload",), "none", "host_states has 2 entries, and offload is 'none'"),
         (("host_states",), (), "host_states has 0 entries, and offload is 'optimizer'"),
         (("host_states",), ("tail",), "host_states names 'tail'; it must name parameters"),
         (("host_states",), ("head.bias",) * 2, "host_states names parameters twice"),
+        (("host_parameters",), ("tail",), "host_parameters has 1 entries, and offload is 'opt"),
         (("pp",), 3, "stages are not the 3 that there are"),
         (("placement",), (0, 2), r"placement is \(0, 2\); it must name each of the 2"),
         (("placement",), (0, 1, 1, 0), "stages are not the 4 that there are"),
