@@ -22,7 +22,6 @@ from merakc.runtime.shards import Bucket, ShardGroups
 from merakc.runtime.state import Pieces
 
 Tensors = dict[str, torch.Tensor]
-HELD = 2  # gathered buckets: the one that is read and the next
 GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 
 
@@ -72,7 +71,7 @@ class ShardedState:
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
         self.reducing: deque[Bucket] = deque()
-        self.held: dict[Bucket, torch.Tensor] = {}  # whole ones, at most `HELD`
+        self.held: dict[Bucket, torch.Tensor] = {}  # whole ones: the one that is read, and the next
         self.current: Bucket | None = None  # the one of them that was read last
         self.ahead: deque[Collective] = deque()  # what the running action is still to start
 
@@ -127,9 +126,14 @@ class ShardedState:
 
     @property
     def extra_bytes(self) -> int:
-        """What is held beside `owned`: other ranks' parts, and the buckets that are gathered."""
-        gathered = [b.numel * b.kept.itemsize for b in self.buckets if b.is_gathered]
-        return sum(b.extra_bytes for b in self.buckets) + sum(sorted(gathered)[-HELD:])
+        """What the device holds beside `owned`: other ranks' parts."""
+        return sum(b.extra_bytes for b in self.buckets)
+
+    @property
+    def gathered_sizes(self) -> list[tuple[int, bool]]:
+        """The bytes of each bucket that is gathered, and whether it has several parameters."""
+        own = (b for b in self.buckets if b.is_gathered)
+        return [(b.numel * b.kept.itemsize, len(b.members) > 1) for b in own]
 
     def fetch(self, name: str) -> torch.Tensor:
         """A whole parameter; the next bucket is gathered while it is used."""

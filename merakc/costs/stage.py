@@ -113,7 +113,9 @@ def with_state(
     """The cost of a stage with its state in these shards, and some of it on the host."""
     return replace(
         cost,
-        static_bytes=static_bytes(graph, shards, precision, on_host=on_host),
+        static_bytes=static_bytes(
+            graph, shards, precision, on_host=on_host, read_bytes=cost.read_bytes
+        ),
         reduced_bytes=reduced_bytes(graph, shards, precision, on_host=on_host),
     )
 
@@ -130,18 +132,20 @@ def static_bytes(
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
     on_host: OnHost = NOWHERE,
+    read_bytes: int = 0,
 ) -> int:
     """Parameters, buffers and constants; gradients and optimizer state of the trained ones.
 
     Whole buckets that are gathered or filled are counted all along, gradients as they are while
-    micro-batches run: `reduced_bytes` is what they take more in the end, or less.
+    micro-batches run: `reduced_bytes` is what they take more in the end, or less. A graph has
+    `read_bytes` of parameters in use at once.
     """
     others = sum(
         i.spec.size_bytes
         for i in graph.inputs
         if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards, on_host)
     )
-    state = _state(graph, shards, precision, tied, on_host)
+    state = _state(graph, shards, precision, tied, on_host, read_bytes)
     held = state.kept_bytes + state.gathered_bytes
     return others + held + state.summed_bytes + state.filling_bytes
 
@@ -164,10 +168,11 @@ def _state(
     precision: Precision | None,
     tied: Mapping[str, StateShards],
     on_host: OnHost,
+    read_bytes: int = 0,
 ) -> StateBytes:
     """What buckets of the stage's parameters hold; told once of each way to shard them."""
-    if tied or on_host:
-        return graph_state_bytes(graph, shards, precision, tied, on_host)
+    if tied or on_host or read_bytes:
+        return graph_state_bytes(graph, shards, precision, tied, on_host, read_bytes)
     return graph.told(graph_state_bytes, shards, precision)
 
 

@@ -45,7 +45,8 @@ class StageCost:
     leaves it `tangent_bytes` until the end of its backward; `head_peak_bytes` is its highest point.
 
     Beside what it saves, a micro-batch has `host_bytes` on the host from its forward to the end of
-    its backward, and `deferred_host_bytes` from the input gradient to the weight gradient.
+    its backward, and `deferred_host_bytes` from the input gradient to the weight gradient. Its
+    backward has `read_bytes` of parameters in use at once, where it makes blocks again.
     """
 
     forward_s: float
@@ -71,6 +72,7 @@ class StageCost:
     head_peak_bytes: int = 0
     host_bytes: int = 0
     deferred_host_bytes: int = 0
+    read_bytes: int = 0
 
     @property
     def effects(self) -> tuple[Effect, ...]:

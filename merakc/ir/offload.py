@@ -20,10 +20,14 @@ UNNAMED = (ACTIVATIONS, OPTIMIZER)  # of a size alone
 class OnHost:
     """The names of parameters of which something lives on the host: those that are updated there,
     and those that are kept there and come to the device as they are read.
+
+    What is updated there has its gradients there once they are reduced: those of a step of `one`
+    micro-batch leave the device as they are made.
     """
 
     updated: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    one: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.updated or self.kept)

@@ -128,7 +128,7 @@ class Plan(Strategy):
     @property
     def on_host(self) -> OnHost:
         """The parameters of which something lives on the host."""
-        return OnHost(self.host_states, self.host_parameters)
+        return OnHost(self.host_states, self.host_parameters, one=self.micro_batches == 1)
 
     @property
     def rank_of(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from math import isclose
 from merakc.costs.device import Place
 from merakc.costs.stage import reduced_bytes, stage_cost, static_bytes
 from merakc.costs.work.pieces import part_starts
+from merakc.costs.work.sharded import read_at_once
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
@@ -38,15 +39,23 @@ def graph_costs(lowered: Lowered, places: Sequence[Place]) -> list[StageCost]:
             cost = _moved_cost(lowered, stage, like, place)
         else:
             cost = like.told(_cost, _pieces_of(plan, stage), place, plan.has_buckets)
+        if plan.recompute in IN_BACKWARD and plan.has_collectives:
+            cost = replace(cost, read_bytes=like.told(_read_bytes, _pieces_of(plan, stage)))
         state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.on_host
         found.append(
             replace(
                 cost,
-                static_bytes=static_bytes(local, *state),
+                static_bytes=static_bytes(local, *state, read_bytes=cost.read_bytes),
                 reduced_bytes=reduced_bytes(local, *state),
             )
         )
     return found
+
+
+def _read_bytes(local: Graph, pieces_of: PiecesOf) -> int:
+    """What the backward has in use of parameters at once."""
+    backward = local.told(pieces_of).backward
+    return 0 if backward is None else read_at_once(backward)
 
 
 def _pieces_of(plan: Plan, stage: int) -> PiecesOf:

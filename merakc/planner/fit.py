@@ -12,7 +12,7 @@ from typing import Any
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.costs.state import Precision
 from merakc.errors import FitError, MerakError
-from merakc.ir.offload import NONE, OPTIMIZER
+from merakc.ir.offload import NONE, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.program import Mesh
 from merakc.ir.state import AUTO, UNSHARDED
 from merakc.ir.strategy import Strategy
@@ -98,7 +98,9 @@ def _least_of(
     """Of one strategy."""
     job, offload = job_of(table, strategy, hardware, precision), NONE
     if host_for(request.offload, hardware) is not None:
-        job, offload = without_state(job), OPTIMIZER
+        may_fetch = parse_offload(request.offload).may(PARAMETERS) and strategy.state_ranks == 1
+        kinds = {OPTIMIZER, PARAMETERS} if may_fetch else {OPTIMIZER}
+        job, offload = without_state(job, parameters=may_fetch), offload_text(kinds)
     memory = job.memory_bytes
     held = {one: job.state_bytes(one) for one in state_choices(request, job, hardware)}
     shards = min(held, key=lambda one: (max(held[one]), one))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from merakc.costs.host import host_bytes, moved_seconds
 from merakc.costs.stages import optimizer_seconds
-from merakc.ir.offload import NONE, OPTIMIZER, parse_offload
+from merakc.ir.offload import NONE, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import Hardware
 from merakc.machines.links import Host
@@ -40,16 +40,41 @@ def priced(
     found, host, everything = fit(job), host_for(asked, hardware), moves_all(asked)
     if host is None or (isinstance(found, list) and not everything):
         return found, NONE
-    bare = fit(without_state(job))
-    fitting = isinstance(bare, list) and [*moved(bare, job, host, everything=everything)]
-    return (fitting, OPTIMIZER) if fitting else (found, NONE)
+    offload = parse_offload(asked)
+    for kinds in ((OPTIMIZER,), (OPTIMIZER, PARAMETERS)):
+        fetches = PARAMETERS in kinds
+        if offload.may(PARAMETERS) if fetches else not offload.moves_parameters:
+            bare = fit(without_state(job, parameters=fetches))
+            priced = isinstance(bare, list) and [*moved(bare, job, host, everything=everything)]
+            fitting = [*fetched(priced or (), job, host)] if fetches else priced
+            if fitting:
+                return fitting, offload_text(set(kinds))
+    return found, NONE
 
 
-def without_state(job: Job) -> Job:
-    """The job with all of the optimizer's state elsewhere than on the devices."""
-    framework = job.framework
+def without_state(job: Job, *, parameters: bool = False) -> Job:
+    """The job with all of the optimizer's state elsewhere than on the devices, perhaps with its
+    `parameters`. Gradients of one micro-batch of one rank leave as they are made.
+    """
+    framework, strategy = job.framework, job.strategy
     precision = replace(framework.precision, optimizer_bytes=0)
+    if strategy.micro_batches == strategy.state_ranks == 1:
+        precision = replace(precision, gradient_bytes=0)
+    if parameters:
+        precision = replace(precision, parameter_bytes=0)
     return replace(job, framework=replace(framework, precision=precision))
+
+
+def fetched(found: Iterable[Priced], job: Job, host: Host) -> Iterator[Priced]:
+    """What was priced without parameters on the devices, of ranks that have whole ones: these come
+    in each forward and backward, which take no less time than that.
+    """
+    most = max(job.rank_parameters) * job.framework.precision.parameter_bytes
+    fetch_s = 2 * job.strategy.micro_batches * host.up.seconds(most)
+    for way, recompute, estimate in found:
+        if way.optimizer == 1:
+            step_s = max(estimate.step_s, fetch_s + estimate.optimizer_s)
+            yield way, recompute, replace(estimate, step_s=step_s)
 
 
 def moved(found: Iterable[Priced], job: Job, host: Host, *, everything: bool) -> Iterator[Priced]:

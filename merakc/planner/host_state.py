@@ -188,7 +188,8 @@ def _sizes(lowered: Lowered, ways: tuple[OnHost, OnHost]) -> list[dict[str, _Siz
                 state_bytes(plan_buckets([_in_way(held, way)], plan.shards), plan.precision)
                 for way in ways
             )
-            own = here.kept_bytes - there.kept_bytes  # gradients are there until they are reduced
+            # Gradients are there until they are reduced.
+            own = here.kept_bytes - there.kept_bytes
             if there.host_bytes:
                 found[plan.rank_of[stage]].setdefault(held.name, (own, there.host_bytes))
     return found

@@ -8,6 +8,7 @@ micro-batches run it adds up P g / s_g of gradients; in the end it has P m / s_o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,15 +16,18 @@ from types import MappingProxyType
 
 import torch
 
+from merakc.analysis.aliases import last_uses
 from merakc.analysis.buckets import BucketSpec, Held, plan_buckets
+from merakc.analysis.liveness import owners
 from merakc.costs.work.memory import Sum
-from merakc.ir.graph import Graph, InputKind
+from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.ir.offload import NOWHERE, OnHost
 from merakc.ir.precision import Precision, kept_dtype
 from merakc.ir.state import StateShards
 
 # Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
 OPTIMIZER_STATES = 2
+LEAVING = 2  # buckets of gradients at a time, of those that leave: gradients come in turns
 GATHERED = 2  # whole buckets at a time: the one that is read and the next
 
 
@@ -34,8 +38,8 @@ class StateBytes:
     `kept_bytes` are there all the time: masters, optimizer state and the `parameter_bytes` that are
     computed with. `gathered_bytes` are whole parameters, `summed_bytes` what the gradients of
     micro-batches are added up in, and `filling_bytes` a bucket of whole gradients that are
-    scattered when the last is there. In the end `reduced_bytes` of gradients stand in the place of
-    those two. `host_bytes` are beside the device: what is updated there, what the optimizer keeps
+    scattered when the last is there, and those that leave then. In the end `reduced_bytes` of
+    gradients stand in the place of those two. `host_bytes` are beside the device: what is updated there, what the optimizer keeps
     of it, and its reduced gradients, which are nowhere else; what is fetched from there.
     """
 
@@ -48,10 +52,19 @@ class StateBytes:
     host_bytes: int = 0
 
 
-def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = None) -> StateBytes:
-    """The bytes of these buckets, shards rounded up."""
+def state_bytes(
+    buckets: Iterable[BucketSpec],
+    precision: Precision | None = None,
+    *,
+    one: bool = False,
+    read_bytes: int = 0,
+) -> StateBytes:
+    """The bytes of these buckets, shards rounded up, in a step of `one` micro-batch or of more,
+    where a graph has `read_bytes` of parameters in use at once.
+    """
     kept = parameters = summed = filling = reduced = host = 0
-    gathered = [0]
+    gathered: list[tuple[int, bool]] = []
+    leaving: dict[bool, list[int]] = {False: [], True: []}
     for spec in buckets:
         shards, numel = spec.shards, spec.numel
         mixed = precision if spec.is_trained else None
@@ -59,7 +72,7 @@ def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = Non
         gradient = mixed.dtype("gradients") if mixed else spec.dtype
         own = computed.itemsize * -(-numel // shards.parameters)
         if spec.is_gathered:
-            gathered.append(computed.itemsize * numel)
+            gathered.append((computed.itemsize * numel, len(spec.members) > 1))
         if not spec.fetched:
             parameters += own
         elif mixed is not None or not spec.is_trained:  # otherwise what is updated is read
@@ -72,11 +85,34 @@ def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = Non
         else:
             kept += (OPTIMIZER_STATES + (mixed is not None)) * owned
             reduced += owned
+        if leaves_at_once(spec, one=one):
+            leaving[spec.fetched].append(gradient.itemsize * numel)
+            continue
         summed += gradient.itemsize * -(-numel // shards.gradients)
         if shards.gradients > 1:
             filling = max(filling, gradient.itemsize * numel)
-    whole = sum(sorted(gathered)[-GATHERED:])
+    whole = whole_bytes(gathered, read_bytes)
+    filling += sum(sum(sorted(sizes)[-LEAVING:]) for sizes in leaving.values())
     return StateBytes(kept + parameters, parameters, whole, summed, filling, reduced, host)
+
+
+def whole_bytes(gathered: Iterable[tuple[int, bool]], read_bytes: int = 0) -> int:
+    """What is there at once of buckets that are gathered, of which each has so many bytes, and
+    several parameters or one: the two largest, the one that is read and the next; or what a graph
+    has in use, of the first and the last bucket of it more than that, and the next.
+    """
+    sizes = [size for size, _ in gathered]
+    joined = max((size for size, has_several in gathered if has_several), default=0)
+    ahead = min(max(sizes, default=0), read_bytes)
+    most = sum(sorted(sizes)[-GATHERED:])
+    return max(most, min(read_bytes + joined + ahead, sum(sizes)))
+
+
+def leaves_at_once(spec: BucketSpec, *, one: bool) -> bool:
+    """Whether the gradients of a bucket are nowhere on the device once they are reduced, and that
+    is as soon as they are made; those of several stages are added up first.
+    """
+    return one and spec.on_host and len(spec.stages) == 1
 
 
 def graph_state_bytes(
@@ -85,9 +121,10 @@ def graph_state_bytes(
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = MappingProxyType({}),
     on_host: OnHost = NOWHERE,
+    read_bytes: int = 0,
 ) -> StateBytes:
     """The same of all parameters of a stage's graph; those of `tied` follow another stage's."""
-    if not tied and not on_host:
+    if not tied and not on_host and not read_bytes:
         return _like_state_bytes(graph.told(_parameters), shards, precision)
     kinds = [shards, *dict.fromkeys(tied.values())]
     updated, kept = set(on_host.updated), set(on_host.kept)
@@ -104,7 +141,27 @@ def graph_state_bytes(
         for i in graph.inputs
         if i.kind is InputKind.PARAMETER
     ]
-    return state_bytes(plan_buckets(held, kinds.__getitem__), precision)
+    return state_bytes(
+        plan_buckets(held, kinds.__getitem__), precision, one=on_host.one, read_bytes=read_bytes
+    )
+
+
+def read_at_once(graph: Graph) -> int:
+    """The most bytes of parameters that are in use at once, from their first reader in a graph to
+    their last: those of a block that its backward makes again.
+    """
+    last = last_uses(graph, owners(graph))
+    sizes = {Ref(i.name): i.spec.size_bytes for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    unread, ends = set(sizes), Counter[int]()
+    now = most = 0
+    for k, node in enumerate(graph.nodes):
+        for ref in unread.intersection(node.refs):
+            now += sizes[ref]
+            ends[last[ref]] += sizes[ref]
+            unread.discard(ref)
+        most = max(most, now)
+        now -= ends[k]
+    return most
 
 
 def _parameters(graph: Graph) -> tuple[tuple[torch.dtype, int, bool], ...]:
@@ -131,9 +188,9 @@ def _like_state_bytes(
 class SunkGradients:
     """The gradients of a stage that go into its buckets as they are made.
 
-    They are added to `sums`. Where these are scattered, `scattered_bytes` is what is left of them
-    between micro-batches. `reduced_bytes` stand in the place of all in the end, shared parameters'
-    among them.
+    They are added to `sums`. Where these are scattered, or leave for the host, `scattered_bytes` is
+    what is left of them between micro-batches. `reduced_bytes` stand in the place of all in the
+    end, shared parameters' among them.
     """
 
     sums: tuple[Sum, ...]
@@ -157,9 +214,15 @@ def _reducing_bytes(spec: BucketSpec, gradient: torch.dtype) -> int:
 
 
 def sunk_gradients(
-    buckets: Iterable[BucketSpec], stages: Collection[int], precision: Precision | None = None
+    buckets: Iterable[BucketSpec],
+    stages: Collection[int],
+    precision: Precision | None = None,
+    *,
+    one: bool = False,
 ) -> dict[int, SunkGradients]:
-    """Those of a rank, by its `stages`; shared parameters' are added up whole, and reduced last."""
+    """Those of a rank, by its `stages`, in a step of `one` micro-batch or of more; shared
+    parameters' are added up whole, and reduced last.
+    """
     of_stage: dict[int, list[BucketSpec]] = {}
     for spec in buckets:
         if spec.is_trained:
@@ -172,7 +235,7 @@ def sunk_gradients(
         for spec in own:
             dtype = precision.dtype("gradients") if precision else spec.dtype
             size_bytes = dtype.itemsize * spec.numel
-            is_scattered = spec.shards.gradients > 1
+            is_scattered = spec.shards.gradients > 1 or leaves_at_once(spec, one=one)
             reducing_bytes = _reducing_bytes(spec, dtype)
             sums.append(Sum(frozenset(spec.members), size_bytes, is_scattered, reducing_bytes))
         scattered = [s for s in own if s.shards.gradients > 1]

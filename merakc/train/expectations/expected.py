@@ -18,11 +18,17 @@ from merakc.costs.nodes import chunk_collectives
 from merakc.costs.spent import by_rank, merged
 from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import Times, program_memory, rank_times, verify_memory
-from merakc.costs.work.sharded import OPTIMIZER_STATES, sunk_gradients
+from merakc.costs.work.sharded import (
+    OPTIMIZER_STATES,
+    read_at_once,
+    sunk_gradients,
+    whole_bytes,
+)
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import InputKind
 from merakc.ir.plan_file import Measured, Prediction
 from merakc.ir.program import ActionKind
+from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import stage_touches
@@ -116,7 +122,7 @@ def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times
     """Of this rank. Raises `ProgramError` where an order of the user's own does not fit."""
     plan, static_bytes = step.lowered.plan, _static_bytes(steps, step)
     buckets = steps.sharded.specs if steps.sharded else ()
-    sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
+    sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision, one=plan.on_host.one)
     runner = step.executor.head
     memory = program_memory(
         step.executor.program, step.chunks, static_bytes, times, sunk, fused=step.lowered.compiled,
@@ -221,4 +227,8 @@ def _static_bytes(steps: Steps, step: CompiledStep) -> int:
         batch = [i.spec for i in graph.inputs if i.kind is InputKind.BATCH]
         floats = sum(s.size_bytes for s in batch if s.dtype.is_floating_point)
         total += plan.micro_batches * floats
-    return total + (steps.sharded.extra_bytes if steps.sharded else 0)
+    if steps.sharded is None:
+        return total
+    backwards = [c.backward for c in step.chunks.values() if c.backward is not None]
+    read = max(map(read_at_once, backwards), default=0) if plan.recompute in IN_BACKWARD else 0
+    return total + steps.sharded.extra_bytes + whole_bytes(steps.sharded.gathered_sizes, read)
