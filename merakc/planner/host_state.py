@@ -88,17 +88,22 @@ def _freed(
     """
     memory = rank_memory_bytes(cluster, lowered.plan.mesh)
     sizes, found = _sizes(lowered, ways), lowered
-    lacks = [0] * len(sizes)
+    names, lacks = set[str](), [0] * len(sizes)
+    # What is fetched is there whole while it is read.
+    every = moving({name for own in sizes for name in own}).buckets
+    whole = [state_bytes(own, lowered.plan.precision).gathered_bytes for own in every]
     for _ in range(ROUNDS):
         assert found.prediction is not None
         over = [p - m for p, m in zip(found.prediction.peak_bytes, memory, strict=True)]
         if max(over) <= 0:
             return found
         lacks = [a + max(b, 0) for a, b in zip(lacks, over, strict=True)]
-        pairs = list(zip(sizes, lacks, strict=True))
-        if any(need > sum(b for b, _ in own.values()) for own, need in pairs):
+        each, before = list(zip(sizes, lacks, whole, strict=True)), names
+        if any(lack > sum(b for b, _ in own.values()) for own, lack, _ in each):
             break
-        names = {name for own, need in pairs for name in _freeing(own, need)}
+        names = {name for own, lack, more in each if lack for name in _freeing(own, lack + more)}
+        if names == before:  # all have gone
+            break
         found = _predicted(moving(names), cluster)
     return None
 

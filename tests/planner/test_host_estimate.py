@@ -11,7 +11,15 @@ from merakc.ir.state import UNSHARDED
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.planner.estimate import estimate_job
-from merakc.planner.host_estimate import Priced, host_for, moved, moves_all, priced, without_state
+from merakc.planner.host_estimate import (
+    Priced,
+    fetched,
+    host_for,
+    moved,
+    moves_all,
+    priced,
+    without_state,
+)
 from merakc.planner.job import Job
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.pricing import job_of
@@ -58,3 +66,29 @@ def test_what_fits_moves_only_where_all_is_to_move(job: Job) -> None:
     assert priced("none", job, HARDWARE, _fit)[1] == "none"
     lacking = priced("auto", job, HARDWARE, lambda one: None if one is job else _fit(one))
     assert lacking[1] == "optimizer"
+
+
+def test_parameters_go_last_and_take_the_time_of_their_way(job: Job) -> None:
+    def lacking(one: Job) -> list[Priced] | None:
+        return None if one.framework.precision.parameter_bytes else _fit(one)
+
+    found, kinds = priced("auto", job, HARDWARE, lacking)
+    assert kinds == "optimizer, parameters"
+    assert priced("optimizer", job, HARDWARE, lacking) == (None, "none")
+    asked, named = priced("parameters", job, HARDWARE, _fit)
+    assert named == kinds
+    assert found is not None
+    assert asked is not None
+    ((_, _, estimate),), ((_, _, whole),) = asked, _fit(job)
+    assert whole.peak_bytes[0] - estimate.peak_bytes[0] == 14 * job.rank_parameters[0]
+    host = host_for("auto", HARDWARE)
+    assert host is not None
+    slow = replace(host, up_bytes_per_s=1.0)
+    ((_, _, waiting),) = fetched(_fit(without_state(job, parameters=True)), job, slow)
+    assert waiting.step_s >= 2 * 4 * 2 * job.rank_parameters[0]
+
+
+def test_gradients_of_one_micro_batch_leave(job: Job) -> None:
+    one = replace(job, strategy=replace(job.strategy, micro_batches=1))
+    assert without_state(one).framework.precision.gradient_bytes == 0
+    assert without_state(job).framework.precision.gradient_bytes == 2

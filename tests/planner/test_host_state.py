@@ -9,16 +9,18 @@ import pytest
 from merakc.analysis.buckets import parameters_in_order
 from merakc.errors import ConfigError, FitError
 from merakc.ir.plan import Plan
+from merakc.ir.state import StateShards
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
 from merakc.machines.links import Host
 from merakc.planner.choose import choose, compare
 from merakc.planner.fit import fit_error
-from merakc.planner.host_state import all_on_host, with_host_states
+from merakc.planner.host_state import all_on_host, host_need, with_host_states
 from merakc.planner.request import Request
 from tests.planner.test_piece_table import llama as record
 from tests.report.made import lowered
+from tests.small_buckets import small_buckets
 
 WHOLE = Request(1, 0, total_batch_size=4, micro_batches=4)
 WAYS = ("", "bf16-mixed")
@@ -70,6 +72,53 @@ def test_no_more_than_what_has_no_room(precision: str) -> None:
         found = with_host_states(plain, "auto", with_bytes(most))
         assert 0 <= most - max(peaks(found)) <= 12 * max(sizes)  # a parameter's, in float32
         assert set() < set(found.plan.host_states) < trained(found.plan)
+
+
+@pytest.mark.parametrize("precision", WAYS)
+def test_parameters_are_fetched_where_they_are_to_be(precision: str) -> None:
+    plain = made(precision)
+    with small_buckets():
+        updated = with_host_states(plain, "optimizer", NOMINAL_CPU)
+        found = with_host_states(plain, "parameters", NOMINAL_CPU)
+    assert set(found.plan.host_parameters) == trained(found.plan)
+    assert (found.plan.host_states, found.plan.offload) == (
+        updated.plan.host_states, "optimizer, parameters",
+    )  # fmt: skip
+    assert all(a < b for a, b in zip(peaks(found), peaks(updated), strict=True))
+    assert found.prediction is not None
+    assert updated.prediction is not None
+    assert found.prediction.step_s > updated.prediction.step_s
+    sharded = replace(plain, plan=replace(plain.plan, dp=2, state_shards=(StateShards(2, 2, 2),)))
+    with pytest.raises(ConfigError, match="what comes from the host is whole on each rank"):
+        with_host_states(sharded, "parameters", NOMINAL_CPU)
+
+
+def test_they_are_the_last_to_go() -> None:
+    plain = made("")
+    with small_buckets():
+        updated = with_host_states(plain, "optimizer", NOMINAL_CPU)
+        every = with_host_states(plain, "parameters", NOMINAL_CPU)
+        room = (max(peaks(updated)) + max(peaks(every))) // 2
+        found = with_host_states(plain, "auto", with_bytes(room))
+    assert found.plan.host_states == updated.plan.host_states
+    assert set() < set(found.plan.host_parameters) < trained(found.plan)
+    assert max(peaks(found)) <= room
+
+
+def test_frozen_parameters_are_fetched_too() -> None:
+    plain = made("")
+    graphs = tuple(
+        replace(g, inputs=tuple(replace(i, requires_grad=False) for i in g.inputs))
+        for g in plain.stages.graphs
+    )
+    frozen = replace(plain, stages=replace(plain.stages, graphs=graphs))
+    found = with_host_states(frozen, "parameters", NOMINAL_CPU)
+    assert (found.plan.offload, found.plan.host_states) == ("parameters", ())
+    assert set(found.plan.host_parameters) == trained(found.plan)
+    needs = [
+        sum(i.spec.size_bytes for i in g.told(parameters_in_order)) for g in frozen.stages.local
+    ]
+    assert host_need(found) == max(needs)
 
 
 def test_a_host_that_is_unknown_or_too_small_is_refused() -> None:

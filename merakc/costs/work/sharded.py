@@ -39,8 +39,9 @@ class StateBytes:
     computed with. `gathered_bytes` are whole parameters, `summed_bytes` what the gradients of
     micro-batches are added up in, and `filling_bytes` a bucket of whole gradients that are
     scattered when the last is there, and those that leave then. In the end `reduced_bytes` of
-    gradients stand in the place of those two. `host_bytes` are beside the device: what is updated there, what the optimizer keeps
-    of it, and its reduced gradients, which are nowhere else; what is fetched from there.
+    gradients stand in the place of those two. `host_bytes` are beside the device: what is updated
+    there, what the optimizer keeps of it, and its reduced gradients, which are nowhere else; what
+    is fetched from there.
     """
 
     kept_bytes: int
