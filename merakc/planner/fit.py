@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from merakc.costs.host import host_bytes
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.costs.state import Precision
 from merakc.errors import FitError, MerakError
@@ -41,13 +42,15 @@ class Least:
     """The strategy that lacks least memory, with most sharded and recomputed of what is open.
 
     `need_bytes` are those of its rank that lacks most, `state_bytes` of them its parameters,
-    gradients and optimizer state, `have_bytes` what that has.
+    gradients and optimizer state, `have_bytes` what that has. What may live on the host is there,
+    but for `stays_bytes` of the state, for which that has no room.
     """
 
     need_bytes: int
     have_bytes: int
     state_bytes: int
     strategy: Strategy
+    stays_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -82,10 +85,13 @@ def find_least(
 
 
 def _leanest(table: PieceTable, request: Request, hardware: Hardware) -> Iterator[Strategy]:
-    """Of each mesh and form, the strategy of the smallest micro-batches, and the plainest."""
+    """Of each mesh and form, the strategy of the smallest micro-batches, and the plainest; where
+    gradients may leave as they are made, that of one micro-batch too.
+    """
+    moves = host_for(request.offload, hardware) is not None
     first: dict[object, Strategy] = {}
     for strategy in open_strategies(Candidates(table), request, hardware):
-        key = strategy.mesh, strategy.form
+        key = strategy.mesh, strategy.form, moves and strategy.micro_batches == 1
         if strategy.samples < first.setdefault(key, strategy).samples:
             first[key] = strategy
     yield from first.values()
@@ -96,10 +102,13 @@ def _least_of(
     precision: Precision,
 ) -> Least:  # fmt: skip
     """Of one strategy."""
-    job, offload = job_of(table, strategy, hardware, precision), NONE
-    if host_for(request.offload, hardware) is not None:
+    job, offload, stays_bytes = job_of(table, strategy, hardware, precision), NONE, 0
+    host = host_for(request.offload, hardware)
+    if host is not None:
         may_fetch = parse_offload(request.offload).may(PARAMETERS) and strategy.state_ranks == 1
         kinds = {OPTIMIZER, PARAMETERS} if may_fetch else {OPTIMIZER}
+        moved_bytes = host_bytes(max(job.rank_parameters) // strategy.state_ranks, precision)
+        stays_bytes = max(moved_bytes - host.memory_bytes, 0)  # for which the host has no room
         job, offload = without_state(job, parameters=may_fetch), offload_text(kinds)
     memory = job.memory_bytes
     held = {one: job.state_bytes(one) for one in state_choices(request, job, hardware)}
@@ -112,7 +121,9 @@ def _least_of(
         decided = replace(
             strategy, recompute=recompute, state_shards=(shards,) * len(job.parts), offload=offload
         )
-        tried.append(Least(peaks[rank], memory[rank], held[shards][rank], decided))
+        held_bytes = held[shards][rank] + stays_bytes
+        need_bytes = peaks[rank] + stays_bytes
+        tried.append(Least(need_bytes, memory[rank], held_bytes, decided, stays_bytes))
     return min(tried, key=lambda one: one.lacks_bytes)
 
 
@@ -168,6 +179,8 @@ def fit_error(
         f"{format_bytes(leanest.state_bytes)} of it for parameters, gradients and the optimizer's "
         f"state ({leanest})"
     )
+    if leanest.stays_bytes:
+        told += f", {format_bytes(leanest.stays_bytes)} of which the host has no room for"
     return FitError(f"{told}. {_remedy(request, leanest, least)}")
 
 
