@@ -66,7 +66,7 @@ def start_out(x: Tensor, count: int) -> Moving:
     if not _is_dense(x):
         return Moving(OnHost(x, shape, strides, x.device, x), None)
     part = ROOM(x, count)
-    join = _copy(part, _flat(x)[:count], x.device, back=False)
+    join = copy(part, _flat(x)[:count], x.device, back=False)
     return Moving(OnHost(part, shape, strides, x.device), join)
 
 
@@ -88,18 +88,21 @@ def start_back(host: OnHost, rest: Tensor | None = None) -> Moving:
         return Moving(host.kept, None)
     made = torch.empty_strided(host.shape, host.strides, dtype=host.part.dtype, device=host.device)
     flat, count = _flat(made), host.part.numel()
-    join = _copy(flat[:count], host.part, host.device, back=True)
+    join = copy(flat[:count], host.part, host.device, back=True)
     if rest is not None:
         flat[count:].copy_(rest)
     return Moving(made, join, host)
 
 
-def _copy(
+def copy(
     target: Tensor, source: Tensor, device: torch.device, *, back: bool
 ) -> Callable[[], None] | None:
-    copy = _copies.get(device.type)
-    if copy is not None:
-        return copy(target, source, back)
+    """Starts to copy between a device and its host; what it returns holds the computing up until
+    that has ended. None where it has.
+    """
+    issue = _copies.get(device.type)
+    if issue is not None:
+        return issue(target, source, back)
     target.copy_(source)
     return None
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from merakc.runtime.streams import Work, streams_of
+from merakc.kernels.host import copy
+from merakc.runtime.streams import Work
 
 HOST = torch.device("cpu")
 _pool: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
@@ -43,11 +44,8 @@ def fetch(target: torch.Tensor, source: torch.Tensor) -> Work | None:
     """Fills a device's tensor with one of the host's, beside the computing; what is returned lets
     that go on once it is there.
     """
-    streams = streams_of(target.device)
-    if streams is None:
-        target.copy_(source)
-        return None
-    return _Copying(target, streams.copy(target, source, True))
+    join = copy(target, source, target.device, back=True)
+    return None if join is None else _Copying(target, join)
 
 
 class _Copying:

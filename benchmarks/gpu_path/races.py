@@ -113,6 +113,9 @@ def _layouts() -> Iterator[Layout]:
     yield Layout(1, 1, 2, some | moved | {"schedule": "zb-h1", "offload": "activations, 8 KiB"})
     yield Layout(1, 2, 1, {"micro_batches": 1, "overlap": 2, **moved})
     yield Layout(2, 1, 1, {"micro_batches": 2, "state_shards": "zero-2", **moved})
+    fetched = {"offload": "parameters", "cluster": NOMINAL_GPU}
+    yield Layout(1, 1, 2, some | fetched | {"schedule": "1f1b"})
+    yield Layout(2, 1, 1, {"micro_batches": 2, "precision": "bf16-mixed", **fetched})
 
 
 LAYOUTS = tuple(_layouts())
@@ -212,7 +215,11 @@ def _scatters(layout: Layout) -> bool:
 
 
 def _moves(layout: Layout) -> bool:
-    return "offload" in layout.options
+    return "activations" in layout.options.get("offload", "")
+
+
+def _gathered(layout: Layout) -> bool:
+    return layout.is_sharded or layout.options.get("offload") == "parameters"
 
 
 SABOTAGES: dict[str, Sabotage] = {
@@ -225,7 +232,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "reductions are not waited for": Sabotage(_has_dp, _deaf(Running, "finish", _reduces)),
     "what a reduction reads is let go of": Sabotage(lambda x: x.is_sharded, _unlent),
     "gathered parameters are not waited for": Sabotage(
-        lambda x: x.is_sharded, _deaf(Running, "finish", _gathers)
+        _gathered, _deaf(Running, "finish", _gathers)
     ),
     "gradients are added to what is reduced": Sabotage(_scatters, _added),
     "moves to the host and back are not waited for": Sabotage(_moves, _deaf(Moving, "wait")),

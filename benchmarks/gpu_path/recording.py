@@ -106,6 +106,11 @@ class Recorder(TorchDispatchMode):
         if not self.deaf:
             self.clocks.wait(COMPUTING, mark)
 
+    def wait(self, mark: Clock) -> None:
+        """The host waits for a mark."""
+        if not self.deaf:
+            self.clocks.host |= mark
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the host has is there."""
         return tensor

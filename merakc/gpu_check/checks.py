@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all recomputed": {"recompute": "full"},
     "activations on the host": {"offload": "activations"},
     "optimizer on the host": {"offload": "optimizer"},
+    "parameters on the host": {"offload": "parameters"},
     "compiled": {"compile": True, "dtype": "float32"},
     "compiled, all recomputed": {"compile": True, "recompute": "full", "dtype": "float32"},
     "float32": {"dtype": "float32"},

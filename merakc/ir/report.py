@@ -190,13 +190,14 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class AxisTraffic:
-    """Communication over one axis of `ranks` ranks, of the `rank` that takes longest for it.
+    """Communication over one axis of `ranks` ranks, or with a rank's host, of the `rank` that takes
+    longest for it.
 
-    `sent_bytes` are those that it sends, `seconds` those of its links, of which it waits for
-    `exposed_s`.
+    `sent_bytes` are those that it sends, or fetches from its host, `seconds` those of its links, of
+    which it waits for `exposed_s`.
     """
 
-    axis: Literal["tp", "pp", "dp", "dp x cp"]
+    axis: Literal["tp", "pp", "dp", "dp x cp", "host"]
     ranks: int
     what: str
     rank: int

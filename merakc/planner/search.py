@@ -142,7 +142,8 @@ def improve(
     Raises `MerakError` where what is asked for cannot be.
     """
     before = lowered.plan
-    if before.state_ranks > 1 and request.state_shards in (None, AUTO):
+    is_open = request.state_shards in (None, AUTO) and not before.host_parameters
+    if before.state_ranks > 1 and is_open:
         sharded = _with_fastest_shards(lowered, cluster)
         lowered = min(lowered, sharded, key=lambda one: standing(one, cluster))
     samples, asked = lowered.plan.batch_size, request.overlap

@@ -46,7 +46,7 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if file.prediction:
-        facts.insert(4, ("predicted", _prediction(file.prediction)))
+        facts.insert(4, ("predicted", _prediction(file.prediction, plan)))
     return facts
 
 
@@ -84,9 +84,12 @@ def _is_sharded(plan: Plan) -> bool:
     return any(shards.optimizer > 1 for shards in plan.state_shards)
 
 
-def _prediction(prediction: Prediction) -> str:
+def _prediction(prediction: Prediction, plan: Plan) -> str:
+    others = ["dp"] * (plan.state_ranks > 1) + ["the host"] * bool(plan.host_parameters)
     exposed_s = max(prediction.exposed_s, default=0.0)
-    exposed = f"{format_seconds(exposed_s)} waiting for dp, " if exposed_s else ""
+    exposed = (
+        f"{format_seconds(exposed_s)} waiting for {' and '.join(others)}, " if exposed_s else ""
+    )
     return (
         f"{format_seconds(prediction.step_s)} a step, {prediction.bubble_share:.1%} idle, "
         f"{exposed}peak {format_bytes(max(prediction.peak_bytes, default=0))}"

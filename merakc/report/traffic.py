@@ -41,6 +41,8 @@ def traffic(
         every.append(_busiest(_over_pp(lowered, cluster, simulation)))
     if plan.state_ranks > 1:
         every.append(_over_dp(lowered, simulation))
+    if plan.host_parameters:
+        every.append(_busiest([_from_host(lowered, simulation, r) for r in range(plan.pp)]))
     if plan.dp > 1:
         every += _for_head(lowered, cluster)
     return tuple(every)
@@ -132,6 +134,25 @@ def _over_dp(lowered: Lowered, simulation: Simulation) -> AxisTraffic:
         seconds=communication_s[place],
         exposed_s=exposed_s,
     )
+
+
+def _from_host(lowered: Lowered, simulation: Simulation, place: int) -> AxisTraffic:
+    """Parameters that a rank fetches, beside its computes."""
+    plan, seconds, sent = lowered.plan, 0.0, 0
+    buckets = {f"{CollectiveKind.GATHER} {b.name}": b for b in lowered.buckets[place] if b.fetched}
+    for event in simulation.collectives:
+        if event.rank == plan.mesh.rank(0, place, 0) and event.label in buckets:
+            spec = buckets[event.label]
+            computed = spec.dtype
+            if plan.precision and spec.is_trained:
+                computed = plan.precision.dtype("compute")
+            seconds += event.end_s - event.start_s
+            sent += computed.itemsize * spec.numel
+    exposed_s = min(seconds, simulation.exposed_s[place])
+    return AxisTraffic(
+        "host", 1, "parameters fetched", place,
+        sent_bytes=sent, seconds=seconds, exposed_s=exposed_s,
+    )  # fmt: skip
 
 
 def _for_head(lowered: Lowered, cluster: Cluster) -> list[AxisTraffic]:

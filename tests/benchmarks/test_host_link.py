@@ -8,8 +8,9 @@ from rich.console import Console
 from benchmarks import host_link
 from benchmarks.host_link import Row, linked, measured, rows, texts_of
 from benchmarks.overlap_steps import Size
+from merakc.ir.offload import ACTIVATIONS, PARAMETERS
 
-ROW = Row(1.0, 0.5, 1 << 20, 1 << 21, step_s=1.02, simulated_s=1.0, without_s=1.0)
+ROW = Row(ACTIVATIONS, 1.0, 0.5, 1 << 20, 1 << 21, step_s=1.02, simulated_s=1.0, without_s=1.0)
 
 
 def test_what_is_asked_for() -> None:
@@ -18,6 +19,9 @@ def test_what_is_asked_for() -> None:
     assert replace(ROW, step_s=1.04, ratio=1.5).passed
     assert replace(ROW, step_s=1.04, share=1.0).passed
     assert not replace(ROW, simulated_s=1.1, share=1.0).passed
+    fetched = replace(ROW, kind=PARAMETERS, share=1.0, step_s=1.04)
+    assert fetched.passed
+    assert not replace(fetched, ratio=0.5).passed
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +29,15 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_link, "SIZE", Size(layers=2, hidden=64, sequence=64, samples=4))
     monkeypatch.setattr(host_link, "RATIOS", (0.2, 8.0))
     monkeypatch.setattr(host_link, "SHARES", (1.0,))
-    hidden, waits = rows(1, Console(quiet=True))
+    monkeypatch.setattr(host_link, "FETCHED_RATIOS", (0.2, 8.0))
+    hidden, waits, come, late = rows(1, Console(quiet=True))
     assert 0 < hidden.host_bytes == waits.host_bytes
     assert waits.step_s > 7 * waits.without_s > 2 * hidden.step_s
-    assert [len(row) for row in texts_of([hidden, waits])] == [8, 8, 8]
+    assert 0 < come.host_bytes == late.host_bytes
+    assert (
+        late.step_s > 2 * late.without_s > come.step_s
+    )  # its two buckets stay once they are there
+    assert [len(row) for row in texts_of([hidden, late])] == [9, 9, 9]
 
 
 def test_nothing_moves_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from merakc.ir.report import AxisTraffic
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.predict import predict
-from merakc.machines.cluster import Cluster
+from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import preset
+from merakc.planner.host_state import with_host_states
 from merakc.report.traffic import ring_bytes
 from tests.recorded import one_of_several
 from tests.report.made import MICRO_BATCHES, SLOW, lowered, report
+from tests.small_buckets import small_buckets
 from tests.small_source import small
 
 BYTES_PER_S = SLOW.link_bytes_per_s
@@ -49,6 +51,18 @@ def test_tp_sums_the_second_product() -> None:
     assert found.sent_bytes == MICRO_BATCHES * 2 * ring_bytes(size_bytes, 2)
     assert found.seconds > 0
     assert found.exposed_s == found.seconds
+
+
+def test_parameters_come_from_the_host_in_every_forward_and_backward() -> None:
+    made = lowered(Mesh(pp=2))
+    plain = replace(made, prediction=predict(made, NOMINAL_GPU, dp_rank=0)[0])
+    with small_buckets():
+        fetched = with_host_states(plain, "parameters", NOMINAL_GPU)
+        found = over("host", fetched, NOMINAL_GPU)
+    held = [sum(b.numel * b.dtype.itemsize for b in own) for own in fetched.buckets]
+    times = found.sent_bytes / held[found.rank]
+    assert made.plan.micro_batches < times <= 2 * made.plan.micro_batches
+    assert 0 < found.exposed_s <= found.seconds
 
 
 def test_tp_that_runs_under_computation_is_hidden() -> None:
