@@ -130,7 +130,7 @@ def auto_parallel(
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
         offload: what lives on the host: "none", "auto" (what does not fit, no more), "optimizer",
-            "activations", how much a rank may move ("4 GiB"), or "optimizer, 4 GiB".
+            "activations", "parameters", how much a rank may move ("4 GiB"), or "optimizer, 4 GiB".
         couplings: whether the samples that a loss couples are the "whole batch"'s, or each of them
             "per micro-batch".
         batch_dims: where samples stand in tensors of the batch, by name: a dim, (dim, rows of

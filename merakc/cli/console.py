@@ -37,7 +37,7 @@ Limit = Annotated[
     float | None, typer.Option(help="Seconds after which the best so far is taken.", min=0.001)
 ]
 Offload = Annotated[
-    str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
+    str, typer.Option(help="none, auto, optimizer, activations, parameters, or how much.")
 ]
 Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", min=0)]
 
