@@ -15,6 +15,7 @@ from merakc.analysis.buckets import BUCKET_BYTES
 from merakc.analysis.calls import Way, purpose
 from merakc.errors import MerakError, MismatchError
 from merakc.ir.program import Mesh
+from merakc.ir.state import Role, StateShards
 from merakc.runtime.health.job import TIMEOUT_S, all_ranks, new_group
 from merakc.runtime.streams import streams_of
 
@@ -226,6 +227,37 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) ->
         if tensor is not None:
             bucket.append(tensor)
             size += tensor.numel() * tensor.element_size()
+
+
+class ShardGroups:
+    """The process groups of one rank's shards, and its place in them. All ranks make it at once."""
+
+    def __init__(self, groups: Groups, shards: StateShards) -> None:
+        mesh = groups.mesh
+        shards.check(mesh.state_ranks)
+        self.shards, self.groups = shards, groups
+        within = mesh.state_rank(groups.rank) % shards.optimizer
+        self.parameter_index = within % shards.parameters
+        self.owned_index = self.index_of(within)
+        self.gather = self._make(Role.GATHER)
+        self.refresh = self._make(Role.REFRESH)
+        self.block = self._make(Role.BLOCK)
+        self.replicas = self._make(Role.REPLICAS)
+
+    def index_of(self, within: int) -> int:
+        """Which shard of the optimizer's a rank of a block has."""
+        parameters = self.shards.parameters
+        inner = self.shards.optimizer // parameters
+        return within % parameters * inner + within // parameters
+
+    def _make(self, role: Role) -> dist.ProcessGroup | None:
+        """The groups of ranks with the same key, among those that share their state."""
+        mesh = self.groups.mesh
+        families: dict[tuple[Any, ...], list[int]] = {}
+        for rank in range(mesh.world_size):
+            key = mesh.sharing(rank), self.shards.key(role, mesh.state_rank(rank))
+            families.setdefault(key, []).append(rank)
+        return self.groups.group(families.values())
 
 
 def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

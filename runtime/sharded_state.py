@@ -18,7 +18,8 @@ from merakc.ir.graph import TensorSpec
 from merakc.ir.precision import Precision
 from merakc.ir.program import Collective, CollectiveKind
 from merakc.ir.state import StateShards
-from merakc.runtime.shards import Bucket, ShardGroups
+from merakc.runtime.groups import ShardGroups
+from merakc.runtime.shards import Bucket
 from merakc.runtime.state import Pieces
 
 Tensors = dict[str, torch.Tensor]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from merakc.ir.precision import Precision
-from merakc.ir.state import Role, StateShards
-from merakc.runtime.groups import Groups, all_gather, reduce_scatter
+from merakc.runtime.groups import ShardGroups, all_gather, reduce_scatter
 from merakc.runtime.host import HOST, brought_down, brought_up, empty, fetch
 from merakc.runtime.streams import Running, Work, streams_of, wait_for
 
@@ -65,37 +63,6 @@ def _members(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Member]
         start += tensor.numel()
 
 
-class ShardGroups:
-    """The process groups of one rank's shards, and its place in them. All ranks make it at once."""
-
-    def __init__(self, groups: Groups, shards: StateShards) -> None:
-        mesh = groups.mesh
-        shards.check(mesh.state_ranks)
-        self.shards, self.groups = shards, groups
-        within = mesh.state_rank(groups.rank) % shards.optimizer
-        self.parameter_index = within % shards.parameters
-        self.owned_index = self.index_of(within)
-        self.gather = self._make(Role.GATHER)
-        self.refresh = self._make(Role.REFRESH)
-        self.block = self._make(Role.BLOCK)
-        self.replicas = self._make(Role.REPLICAS)
-
-    def index_of(self, within: int) -> int:
-        """Which shard of the optimizer's a rank of a block has."""
-        parameters = self.shards.parameters
-        inner = self.shards.optimizer // parameters
-        return within % parameters * inner + within // parameters
-
-    def _make(self, role: Role) -> dist.ProcessGroup | None:
-        """The groups of ranks with the same key, among those that share their state."""
-        mesh = self.groups.mesh
-        families: dict[tuple[Any, ...], list[int]] = {}
-        for rank in range(mesh.world_size):
-            key = mesh.sharing(rank), self.shards.key(role, mesh.state_rank(rank))
-            families.setdefault(key, []).append(rank)
-        return self.groups.group(families.values())
-
-
 class Bucket:
     """Some parameters of one dtype, on one rank.
 
@@ -118,7 +85,7 @@ class Bucket:
         on_host: bool = False,
         fetched: bool = False,
     ) -> None:
-        assert not fetched or groups.shards.optimizer == 1, "fetched buckets are whole on a rank"
+        assert not fetched or groups.shards.updates_what_it_keeps, "who fetches updates"
         self.groups, shards = groups, groups.shards
         self.members = dict(_members(tensors))
         self.total, first = sum(t.numel() for t in tensors.values()), next(iter(tensors.values()))
@@ -131,10 +98,8 @@ class Bucket:
         for name, member in self.members.items():
             if not tensors[name].is_meta:
                 member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
-        self.kept_size = self.numel // shards.parameters
-        self.owned_size = self.numel // shards.optimizer
-        self.kept_at = groups.parameter_index * self.kept_size
-        self.owned_at = groups.owned_index * self.owned_size
+        self.kept_size, self.kept_at = self._shard(shards.parameters, groups.parameter_index)
+        self.owned_size, self.owned_at = self._shard(shards.optimizer, groups.owned_index)
         self.on_host = on_host
         self.gradient_dtype = precision.dtype("gradients") if precision else first.dtype
         self.is_tied = False  # whether ranks of other stages add gradients, once these are reduced
@@ -156,7 +121,15 @@ class Bucket:
         self.summed: set[str] = set()  # those of them that are there
         self.gradient: torch.Tensor | None = None  # the rank's shard of them
         self.arrived: set[str] = set()  # those of the running micro-batch
-        self.gathering, self.reducing = Running(), Running(streams_of(self.device))
+        streams = streams_of(self.device)
+        # Aside, what is gathered once it has come is started at once.
+        comes_first = fetched and groups.gather is not None
+        self.gathering, self.reducing = Running(streams if comes_first else None), Running(streams)
+
+    def _shard(self, count: int, index: int) -> tuple[int, int]:
+        """The size of one of so many shards, and where it begins."""
+        size = self.numel // count
+        return size, index * size
 
     def _made_kept(self, flat: torch.Tensor, precision: Precision | None) -> torch.Tensor:
         """This rank's shard of all the parameters, as they are computed with."""
@@ -258,13 +231,15 @@ class Bucket:
                 yield all_gather(self.kept, own, self.groups.refresh)
 
     def gather(self, whole: torch.Tensor) -> Iterator[Work]:
-        """Fills `whole` with the parameters of all shards, or with those of the host."""
+        """Fills `whole` with the parameters of all shards; what is fetched comes up before."""
+        own = self.kept
         if self.fetched:
-            copied = fetch(whole, self.kept)
-            if copied is not None:
-                yield copied
-        elif self.groups.gather is not None:
-            yield all_gather(whole, self.kept, self.groups.gather)
+            own = whole[self.kept_at :][: self.kept_size]
+            copying = fetch(own, self.kept)
+            if copying is not None:
+                yield copying
+        if self.groups.gather is not None:
+            yield all_gather(whole, own, self.groups.gather)
 
     def bounds(self, name: str, index: int) -> tuple[int, int]:
         """The elements of a parameter that shard `index` of the optimizer's has."""

@@ -115,7 +115,9 @@ def _layouts() -> Iterator[Layout]:
     yield Layout(2, 1, 1, {"micro_batches": 2, "state_shards": "zero-2", **moved})
     fetched = {"offload": "parameters", "cluster": NOMINAL_GPU}
     yield Layout(1, 1, 2, some | fetched | {"schedule": "1f1b"})
-    yield Layout(2, 1, 1, {"micro_batches": 2, "precision": "bf16-mixed", **fetched})
+    whole = fetched | {"state_shards": "zero-0"}
+    yield Layout(2, 1, 1, {"micro_batches": 2, "precision": "bf16-mixed", **whole})
+    yield Layout(2, 1, 1, {"micro_batches": 2, "state_shards": "zero-3", **fetched})
 
 
 LAYOUTS = tuple(_layouts())
@@ -219,7 +221,8 @@ def _moves(layout: Layout) -> bool:
 
 
 def _gathered(layout: Layout) -> bool:
-    return layout.is_sharded or layout.options.get("offload") == "parameters"
+    """By calls that are not issued aside, with the reductions."""
+    return layout.is_sharded != (layout.options.get("offload") == "parameters")
 
 
 SABOTAGES: dict[str, Sabotage] = {

@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
     def join(self, mark: Clock) -> None:
         """The computing waits for a mark."""
         if not self.deaf:
-            self.clocks.wait(COMPUTING, mark)
+            self.clocks.wait(self.clocks.now, mark)
 
     def wait(self, mark: Clock) -> None:
         """The host waits for a mark."""
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
 
         def join() -> None:
             if not self.deaf:
-                self.clocks.wait(COMPUTING, clock)
+                self.clocks.wait(self.clocks.now, clock)
 
         return join
 

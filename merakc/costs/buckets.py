@@ -49,9 +49,8 @@ def bucket_seconds(
         seconds = collective_seconds(spec.numel, spec.shards, group, sizes)
         found |= {(spec.name, kind): value for kind, value in seconds.items()}
         if spec.fetched and host is not None:
-            found[spec.name, CollectiveKind.GATHER] += host.up.seconds(
-                computed.itemsize * spec.numel
-            )
+            own_bytes = computed.itemsize * spec.numel / spec.shards.parameters
+            found[spec.name, CollectiveKind.GATHER] += host.up.seconds(own_bytes)
     return found
 
 

@@ -126,6 +126,11 @@ class Plan(Strategy):
         return self.state_ranks > 1 or bool(self.host_parameters)
 
     @property
+    def updates_what_it_keeps(self) -> bool:
+        """Whether each rank updates all that it keeps of parameters, which may be on the host."""
+        return all(shards.updates_what_it_keeps for shards in self.state_shards)
+
+    @property
     def on_host(self) -> OnHost:
         """The parameters of which something lives on the host."""
         return OnHost(self.host_states, self.host_parameters, one=self.micro_batches == 1)

@@ -109,8 +109,6 @@ def _offload_problems(plan: Values) -> Iterator[str]:
                 yield f"{field} names {name!r}; it must name parameters of the plan"
         if list(names) != sorted(set(names)):
             yield f"{field} names parameters twice, or not in order"
-    if plan["host_parameters"] and any(s["optimizer"] > 1 for s in plan["state_shards"]):
-        yield "host_parameters is given; the state of a stage must then be whole on each rank"
     shares = plan["host_activations"]
     if bool(shares) != (ACTIVATIONS in kinds):
         yield f"host_activations has {len(shares)} entries, and offload is {offload!r}"
@@ -202,6 +200,8 @@ def _per_stage(plan: Values) -> Iterator[str]:
     if is_cp:
         ranks, over = ranks * plan["tp"], f"{over} x cp={plan['tp']}"
     for stage, shards in enumerate(plan["state_shards"]):
+        if plan["host_parameters"] and shards["optimizer"] != shards["parameters"]:
+            yield "host_parameters is given; a rank must then update what it keeps of parameters"
         if ranks % shards["optimizer"]:
             yield f"state_shards.{stage}.optimizer is {shards['optimizer']}; it must divide {over}"
     for stage, kept in enumerate(plan["keep_bytes"]):

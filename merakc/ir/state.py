@@ -58,6 +58,11 @@ class StateShards:
         return f"{self.parameters}, {self.gradients}, {self.optimizer}{larger}"
 
     @property
+    def updates_what_it_keeps(self) -> bool:
+        """Whether a rank updates all that it keeps of parameters, and nothing else."""
+        return self.optimizer == self.parameters
+
+    @property
     def counts(self) -> tuple[int, int, int]:
         """The three numbers."""
         return self.parameters, self.gradients, self.optimizer

@@ -23,7 +23,7 @@ def _on_host_as(plan: Plan, made: Plan) -> Plan:
         tuple(name for name in names if name in made.parameters)
         for names in (plan.host_states, plan.host_parameters)
     )
-    if any(shards.optimizer > 1 for shards in made.state_shards):
+    if not made.updates_what_it_keeps:
         kept = ()
     kinds = {kind for kind, names in ((OPTIMIZER, states), (PARAMETERS, kept)) if names}
     return replace(made, host_states=states, host_parameters=kept, offload=offload_text(kinds))

@@ -105,7 +105,7 @@ def _least_of(
     job, offload, stays_bytes = job_of(table, strategy, hardware, precision), NONE, 0
     host = host_for(request.offload, hardware)
     if host is not None:
-        may_fetch = parse_offload(request.offload).may(PARAMETERS) and strategy.state_ranks == 1
+        may_fetch = parse_offload(request.offload).may(PARAMETERS)
         kinds = {OPTIMIZER, PARAMETERS} if may_fetch else {OPTIMIZER}
         moved_bytes = host_bytes(max(job.rank_parameters) // strategy.state_ranks, precision)
         stays_bytes = max(moved_bytes - host.memory_bytes, 0)  # for which the host has no room

@@ -66,13 +66,13 @@ def without_state(job: Job, *, parameters: bool = False) -> Job:
 
 
 def fetched(found: Iterable[Priced], job: Job, host: Host) -> Iterator[Priced]:
-    """What was priced without parameters on the devices, of ranks that have whole ones: these come
-    in each forward and backward, which take no less time than that.
+    """What was priced without parameters on the devices, of ranks that update what they keep: it
+    comes in each forward and backward, which take no less time than that.
     """
     most = max(job.rank_parameters) * job.framework.precision.parameter_bytes
-    fetch_s = 2 * job.strategy.micro_batches * host.up.seconds(most)
     for way, recompute, estimate in found:
-        if way.optimizer == 1:
+        if way.updates_what_it_keeps:
+            fetch_s = 2 * job.strategy.micro_batches * host.up.seconds(most / way.parameters)
             step_s = max(estimate.step_s, fetch_s + estimate.optimizer_s)
             yield way, recompute, replace(estimate, step_s=step_s)
 

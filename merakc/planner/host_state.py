@@ -24,7 +24,6 @@ from merakc.ir.offload import (
     offload_text,
     parse_offload,
 )
-from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
@@ -52,11 +51,12 @@ def with_host_states(lowered: Lowered, asked: str, cluster: Cluster) -> Lowered:
     if offload.as_needed:
         return _as_needed(lowered, cluster)
     keeps = offload.may(PARAMETERS)
-    if keeps and not _is_whole(lowered.plan):
+    if keeps and not lowered.plan.updates_what_it_keeps:
         raise ConfigError(
-            f"offload={asked!r} with state_shards={lowered.plan.state_shards[0]}: what comes from "
-            "the host is whole on each rank; leave state_shards out, or move the optimizer's state "
-            "alone (offload='optimizer')"
+            f"offload={asked!r} with state_shards={lowered.plan.state_shards[0]}: a rank updates "
+            "what it keeps of parameters, where these come from its host; give as many shards of "
+            "parameters as of optimizer state ('zero-0', 'zero-3'), leave state_shards out, or "
+            "move the optimizer's state alone (offload='optimizer')"
         )
     sizes = _sizes(lowered, (NOWHERE, BOTH if keeps else UPDATED))
     names = {n for own in sizes for n in _within(own, offload.size_bytes)}
@@ -68,7 +68,7 @@ def _as_needed(lowered: Lowered, cluster: Cluster) -> Lowered:
     if host is None:
         return lowered
     made = _freed(lowered, cluster, (NOWHERE, UPDATED), lambda names: _moving(lowered, names))
-    if made is None and _is_whole(lowered.plan):
+    if made is None and lowered.plan.updates_what_it_keeps:
         every = _moving(lowered, _every(lowered))
         made = _freed(
             _predicted(every, cluster), cluster, (UPDATED, BOTH),
@@ -168,11 +168,6 @@ def _moving(lowered: Lowered, updated: Collection[str], kept: Collection[str] = 
         host_states=states, host_parameters=tuple(sorted(kept)), offload=offload_text(kinds),
     )  # fmt: skip
     return replace(lowered, plan=plan, prediction=None)
-
-
-def _is_whole(plan: Plan) -> bool:
-    """Whether each rank updates all that it computes with."""
-    return all(shards.optimizer == 1 for shards in plan.state_shards)
 
 
 def _every(lowered: Lowered) -> set[str]:

@@ -23,6 +23,7 @@ from merakc.ir.state import (
     AUTO,
     UNSHARDED,
     StateShards,
+    coarse_lattice,
     parse_shards,
 )
 from merakc.ir.strategy import Strategy
@@ -93,7 +94,9 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
-        is_open = is_open and not offload.moves_parameters  # of a rank that has them whole
+        if offload.moves_parameters and asked in (None, AUTO):
+            lowered = _sharded_to_fetch(lowered, request.offload, cluster)
+            is_open = False
         if lowered.plan.state_ranks > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
         moved = all_on_host(lowered, request.offload, cluster) if choice == "budget" else None
@@ -312,6 +315,18 @@ def _with_fastest_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool =
         return made
     same = _with_shards(lowered, chosen.same, cluster)
     return min(made, same, key=lambda one: standing(one, cluster))
+
+
+def _sharded_to_fetch(lowered: Lowered, offload: str, cluster: Cluster) -> Lowered:
+    """The plan with the shards with which its parameters come from the host the fastest: whole
+    ones, those of a node, or all.
+    """
+    mesh = lowered.plan.mesh
+    inside = cluster.described(mesh.world_size).nodes[0].devices // mesh.state_stride
+    ways = [s for s in coarse_lattice(mesh.state_ranks, inside) if s.updates_what_it_keeps]
+    stages = len(lowered.plan.rank_of)
+    made = [_with_shards(lowered, (way,) * stages, cluster) for way in ways]
+    return min(made, key=lambda m: standing(with_host_states(m, offload, cluster), cluster))
 
 
 def _with_shards(lowered: Lowered, shards: Way, cluster: Cluster) -> Lowered:

@@ -147,7 +147,7 @@ def _from_host(lowered: Lowered, simulation: Simulation, place: int) -> AxisTraf
             if plan.precision and spec.is_trained:
                 computed = plan.precision.dtype("compute")
             seconds += event.end_s - event.start_s
-            sent += computed.itemsize * spec.numel
+            sent += computed.itemsize * spec.numel // spec.shards.parameters
     exposed_s = min(seconds, simulation.exposed_s[place])
     return AxisTraffic(
         "host", 1, "parameters fetched", place,

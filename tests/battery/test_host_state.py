@@ -115,7 +115,7 @@ def test_the_bits_are_those_of_an_update_on_the_device(
     run_ranks(ranks, both, layout, kind, asked, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["one rank", "dp", "tp, bf16", "pp", "fp16"])
+@pytest.mark.parametrize("name", ["one rank", "dp", "zero-3", "tp, bf16", "pp", "fp16"])
 def test_so_are_those_of_parameters_that_are_fetched(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)

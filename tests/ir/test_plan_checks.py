@@ -37,11 +37,12 @@ FULL = dataclasses.replace(
 )
 
 
-def test_parameters_that_are_fetched_are_whole_on_each_rank() -> None:
+def test_ranks_update_what_they_keep_of_parameters_that_are_fetched() -> None:
     fetched = {"offload": "optimizer, parameters", "host_parameters": ("head.bias",)}
     plan = dataclasses.replace(FULL, **fetched)  # type: ignore[arg-type]
-    check_values(dataclasses.asdict(PlanFile(dataclasses.replace(plan, state_shards=()))))
-    with pytest.raises(PlanError, match="the state of a stage must then be whole on each rank"):
+    for shards in ((), (StateShards(2, 2, 2),) * 2):
+        check_values(dataclasses.asdict(PlanFile(dataclasses.replace(plan, state_shards=shards))))
+    with pytest.raises(PlanError, match="a rank must then update what it keeps of parameters"):
         check_values(dataclasses.asdict(PlanFile(plan)))
 
 

@@ -12,9 +12,9 @@ from benchmarks.ranks import run_ranks
 from merakc.analysis.buckets import Held, plan_buckets
 from merakc.ir.program import Collective, CollectiveKind, Mesh
 from merakc.ir.state import StateShards
-from merakc.runtime.groups import Groups
+from merakc.runtime.groups import Groups, ShardGroups
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import Bucket, ShardGroups
+from merakc.runtime.shards import Bucket
 
 STAGES = {"a": 6, "b": 3}, {"c": 5}, {"tied": 4}
 NAMES = ("a", "b", "c", "tied")

@@ -14,8 +14,8 @@ from benchmarks.ranks import run_ranks
 from merakc.analysis.buckets import bucket_names
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice
-from merakc.runtime.groups import Groups, reduce_scatter
-from merakc.runtime.shards import Bucket, ShardGroups
+from merakc.runtime.groups import Groups, ShardGroups, reduce_scatter
+from merakc.runtime.shards import Bucket
 
 DP, STEPS, MICRO_BATCHES = 4, 3, 2
 # Uneven shapes, a scalar, a parameter of fewer elements than ranks.

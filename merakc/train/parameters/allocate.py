@@ -13,9 +13,8 @@ from torch import nn
 from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.frontend.python.compared import Compared
 from merakc.lowering.lowered import Lowered
-from merakc.runtime.groups import Groups
+from merakc.runtime.groups import Groups, ShardGroups
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 from merakc.train.batch_reads import BatchReads
 from merakc.train.parameters.places import register_places

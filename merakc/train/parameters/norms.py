@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from merakc.runtime.groups import Groups
+from merakc.runtime.groups import Groups, ShardGroups
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 
 INFINITE = float("inf")
