@@ -15,13 +15,14 @@ from merakc.costs.state import Precision
 from merakc.errors import FitError, MerakError
 from merakc.ir.offload import NONE, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.program import Mesh
-from merakc.ir.state import AUTO, UNSHARDED
+from merakc.ir.state import AUTO, UNSHARDED, StateShards
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Cluster, Hardware
 from merakc.planner.candidates import Candidates, open_strategies
 from merakc.planner.choose import state_precision
 from merakc.planner.estimate import estimate_job
 from merakc.planner.host_estimate import host_for, without_state
+from merakc.planner.job import Job
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.pricing import job_of, state_choices
 from merakc.planner.request import Request
@@ -102,29 +103,50 @@ def _least_of(
     precision: Precision,
 ) -> Least:  # fmt: skip
     """Of one strategy."""
-    job, offload, stays_bytes = job_of(table, strategy, hardware, precision), NONE, 0
-    host = host_for(request.offload, hardware)
-    if host is not None:
-        may_fetch = parse_offload(request.offload).may(PARAMETERS)
-        kinds = {OPTIMIZER, PARAMETERS} if may_fetch else {OPTIMIZER}
-        moved_bytes = host_bytes(max(job.rank_parameters) // strategy.state_ranks, precision)
-        stays_bytes = max(moved_bytes - host.memory_bytes, 0)  # for which the host has no room
-        job, offload = without_state(job, parameters=may_fetch), offload_text(kinds)
-    memory = job.memory_bytes
-    held = {one: job.state_bytes(one) for one in state_choices(request, job, hardware)}
-    shards = min(held, key=lambda one: (max(held[one]), one))
-    tried = []
-    asked = request.recompute
-    for recompute in (asked,) if asked in ("none", "full", "stage") else ("none", "full"):
-        peaks = estimate_job(job, shards, recompute, (0.0, 0.0)).peak_bytes
-        rank = max(range(len(peaks)), key=lambda r: peaks[r] - memory[r])
-        decided = replace(
-            strategy, recompute=recompute, state_shards=(shards,) * len(job.parts), offload=offload
-        )
-        held_bytes = held[shards][rank] + stays_bytes
-        need_bytes = peaks[rank] + stays_bytes
-        tried.append(Least(need_bytes, memory[rank], held_bytes, decided, stays_bytes))
+    job = job_of(table, strategy, hardware, precision)
+    every = state_choices(request, job, hardware)
+    tried: list[Least] = []
+    for kinds in _may_move(request, hardware):
+        fetches = PARAMETERS in kinds
+        moved = without_state(job, parameters=fetches) if kinds else job
+        ways = [way for way in every if way.updates_what_it_keeps or not fetches]
+        stays = {way: _stays_bytes(job, way, hardware, fetches) if kinds else 0 for way in ways}
+        held = {way: [own + stays[way] for own in moved.state_bytes(way)] for way in ways}
+        shards = min(held, key=lambda way: (max(held[way]), way), default=None)
+        asked = request.recompute
+        for recompute in (asked,) if asked in ("none", "full", "stage") else ("none", "full"):
+            if shards is None:
+                continue
+            peaks = estimate_job(moved, shards, recompute, (0.0, 0.0)).peak_bytes
+            rank = max(range(len(peaks)), key=lambda r: peaks[r] - job.memory_bytes[r])
+            decided = replace(
+                strategy, recompute=recompute, state_shards=(shards,) * len(job.parts),
+                offload=offload_text(set(kinds)),
+            )  # fmt: skip
+            need_bytes, have_bytes = peaks[rank] + stays[shards], job.memory_bytes[rank]
+            tried.append(Least(need_bytes, have_bytes, held[shards][rank], decided, stays[shards]))
     return min(tried, key=lambda one: one.lacks_bytes)
+
+
+def _may_move(request: Request, hardware: Hardware) -> Iterator[tuple[str, ...]]:
+    """What of the state may live on the host at once."""
+    offload = parse_offload(request.offload)
+    if host_for(request.offload, hardware) is None:
+        yield ()
+        return
+    yield (OPTIMIZER,)
+    if offload.may(PARAMETERS):
+        yield OPTIMIZER, PARAMETERS
+
+
+def _stays_bytes(job: Job, way: StateShards, hardware: Hardware, fetches: bool) -> int:
+    """What a rank's host has no room for of its state, and of its parameters where it `fetches`."""
+    assert hardware.host is not None
+    precision, count = job.framework.precision, max(job.rank_parameters)
+    moved = host_bytes(-(-count // way.optimizer), precision)
+    if fetches:
+        moved += -(-count // way.parameters) * precision.parameter_bytes
+    return max(moved - hardware.host.memory_bytes, 0)
 
 
 @dataclass(frozen=True)
