@@ -122,21 +122,25 @@ def test_so_are_those_of_parameters_that_are_fetched(name: str, tmp_path: Path) 
     run_ranks(ranks, both, layout, "adamw", "parameters", tmp_path)
 
 
+def frozen(offload: str) -> tuple[list[float], Tensors]:
+    """Steps of a model of which every other parameter is frozen."""
+
+    def some_frozen() -> nn.Module:
+        net = Words(blocks=2)
+        for parameter in [*net.parameters()][::2]:
+            parameter.requires_grad_(False)
+        return net
+
+    model = parallel(some_frozen, words(0), micro_batches=2, offload=offload)
+    for _, parameter in model.named_parameters():
+        assert is_beside(plain(parameter)) == (offload == "parameters")
+    optimizer = _optimizer("adamw", model)
+    return [_step(model, optimizer, n) for n in range(3)], model.full_state_dict()
+
+
 def test_frozen_parameters_are_fetched_and_stay_as_they_are() -> None:
-    def steps(offload: str) -> tuple[list[float], Tensors]:
-        def some_frozen() -> nn.Module:
-            net = Words(blocks=2)
-            for parameter in [*net.parameters()][::2]:
-                parameter.requires_grad_(False)
-            return net
-
-        model = parallel(some_frozen, words(0), micro_batches=2, offload=offload)
-        for _, parameter in model.named_parameters():
-            assert is_beside(plain(parameter)) == (offload == "parameters")
-        optimizer = _optimizer("adamw", model)
-        return [_step(model, optimizer, n) for n in range(3)], model.full_state_dict()
-
-    (before, theirs), (losses, ours) = steps("none"), steps("parameters")
+    ((before, theirs),) = run_ranks(1, frozen, "none")
+    ((losses, ours),) = run_ranks(1, frozen, "parameters")
     assert losses == before
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
