@@ -62,7 +62,7 @@ def without_state(job: Job, *, parameters: bool = False) -> Job:
         precision = replace(precision, gradient_bytes=0)
     if parameters:
         precision = replace(precision, parameter_bytes=0)
-    return replace(job, framework=replace(framework, precision=precision))
+    return replace(job, framework=replace(framework, precision=precision), fetches=parameters)
 
 
 def fetched(found: Iterable[Priced], job: Job, host: Host) -> Iterator[Priced]:

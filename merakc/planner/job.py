@@ -64,8 +64,9 @@ class Job:
     """A model's pieces on the stages of a strategy, with their seconds.
 
     `places` and `costs`, those of all pieces there, are each pipeline rank's; `parts` are the
-    places of each stage's pieces. `sharing` is what the ranks of a node share. What the strategy
-    says of the state's shards and of recomputation changes none of this.
+    places of each stage's pieces. `sharing` is what the ranks of a node share. A job that `fetches`
+    has its parameters on the host. What the strategy says of the state's shards and of
+    recomputation changes none of this.
     """
 
     pieces: Sequence[Piece]
@@ -75,6 +76,7 @@ class Job:
     costs: Sequence[Sequence[PieceCost]]
     parts: Sequence[Sequence[int]]
     sharing: Sharing | None = None
+    fetches: bool = False
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:

@@ -222,6 +222,8 @@ def _fitting(
     for least; nothing more is recomputed where the fastest shards fit.
     """
     ways = sorted(waits, key=lambda one: sum(waits[one]))
+    if job.fetches:
+        ways = [way for way in ways if way.updates_what_it_keeps] or ways
     held, memory = [job.state_bytes(way) for way in ways], job.memory_bytes
     of_state = least = min(_need(sizes, memory) for sizes in held)
     fitting: list[tuple[StateShards, str, Estimate]] = []

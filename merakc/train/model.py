@@ -125,7 +125,8 @@ class ParallelModel(Forwards):
         if steps.groups.axis("model") is not None or parts:
             follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
         refuse_ddp()
-        keep(self, "_memory", Memory(partial(part_at, self), steps.state | told, steps.sharded))
+        memory = Memory(partial(part_at, self), steps.state, told, steps.sharded)
+        keep(self, "_memory", memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """Another model under the same plan, of a copy of the user's: it has parameters of its own,

@@ -21,9 +21,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"micro_batches": 2},
     "zero-1": {"dp": 2, "state_shards": "zero-1"},
     "zero-3": {"dp": 2, "state_shards": "zero-3", "micro_batches": 2},
-    "dp": {"dp": 2},
     "tp": {"dp": 1, "tp": 2},
     "pp": {"dp": 1, "pp": 2, "micro_batches": 2},  # with a tied embedding
+    "dp, pp": {"dp": 2, "pp": 2, "micro_batches": 2, "state_shards": "zero-0"},
     "bf16": {"dp": 2, "state_shards": "zero-1", "precision": "bf16-mixed"},
     "fp16": {"dp": 1, "precision": "fp16-mixed"},
     "tp, bf16": {"dp": 1, "tp": 2, "precision": "bf16-mixed", "micro_batches": 2},
@@ -115,7 +115,7 @@ def test_the_bits_are_those_of_an_update_on_the_device(
     run_ranks(ranks, both, layout, kind, asked, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["one rank", "dp", "zero-3", "tp, bf16", "pp", "fp16"])
+@pytest.mark.parametrize("name", ["one rank", "dp, pp", "zero-3", "tp, bf16", "pp", "fp16"])
 def test_so_are_those_of_parameters_that_are_fetched(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)

@@ -139,6 +139,7 @@ class Forwards(Mirror):
 
         Every rank must call it.
         """
+        self._own("_memory").settle()
         steps = self._own("_steps")
         with call("model.full_state_dict"):
             full = self._gathered({n: plain(t) for n, t in steps.state.items()})

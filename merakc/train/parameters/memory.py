@@ -28,16 +28,20 @@ COMPILED = "whose steps are compiled from the model that it was given; change th
 
 
 class Memory:
-    """The tensors that a model's modules are to have, by name: those that steps read. `module_at`
-    gives a module by its path. And the modules that they are to have.
+    """The tensors that a model's modules are to have, by name: those of `state`, that steps read,
+    or what is `told` of buffers among them, in the same memory. `module_at` gives a module by its
+    path. And the modules that they are to have.
     """
 
     def __init__(
         self,
         module_at: Callable[[str], nn.Module],
-        tensors: Tensors,
+        state: Tensors,
+        told: Mapping[str, torch.Tensor],
         sharded: ShardedState | None,
     ) -> None:
+        tensors = {**state, **told}
+        self.told = [(told[name], state[name]) for name in told.keys() & state.keys()]
         self.owners: list[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
@@ -66,6 +70,9 @@ class Memory:
         with torch._C.DisableTorchFunctionSubclass():
             if not self._unchanged():
                 self._check()
+            for shown, own in self.told:
+                if shown.data_ptr() != own.data_ptr():
+                    own.data = plain(shown)
             for bucket in self.buckets:
                 places = _pointers(bucket.owned)
                 if places != self.places[bucket]:

@@ -205,6 +205,10 @@ def buffers() -> tuple[int, float, list[str]]:
     assert model(batch(0, 1)).item() != before
     model.scale *= 0.5
     assert model(batch(0, 1)).item() == before
+    model.scale.data = torch.linspace(1, 4, 8).double()
+    assert model(batch(0, 1)).item() != before
+    model.scale.data = torch.linspace(0.5, 2, 8).double()
+    assert model(batch(0, 1)).item() == before
     return plain(scale).numel(), float(scale.norm() + scale.max()), told
 
 
@@ -247,6 +251,10 @@ def on_stages(options: dict[str, Any]) -> tuple[list[float], list[float], float,
     with torch.no_grad():
         for block in model.blocks:
             block.mark.mul_(2)
+    model.scale.data = torch.linspace(1, 3, 6).double()  # of which it has all, or nothing
+    whole = model.full_state_dict()
+    if model.rank == 0:
+        assert whole["scale"].tolist() == torch.linspace(1, 3, 6).double().tolist()
     model.load_state_dict(model.state_dict())
     told = []
     for read in (lambda: model.blocks[0].mark.item(), lambda: model.blocks[3].mark.item()):
@@ -265,6 +273,7 @@ def test_buffers_of_other_stages_are_counted() -> None:
     first = of_buffers(plain_model)
     for block in plain_model.blocks:
         block.mark.mul_(2)
+    plain_model.scale.data = torch.linspace(1, 3, 6).double()
     wanted = [first, of_buffers(plain_model), plain_model(given).item()]
     for rank, (*found, told) in enumerate(run_ranks(2 * options["tp"], on_stages, options)):
         for one, other in zip(found, wanted, strict=True):
