@@ -160,6 +160,7 @@ def told_buffers(
 class _Tell:
     source: Source
 
+    @torch.enable_grad()  # or users could write to it under `no_grad` alone
     def __call__(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and type(gradient) is not Elements:

@@ -351,3 +351,29 @@ def test_a_model_may_hold_parts_that_its_forward_does_not_read(degrees: dict[str
         assert losses == pytest.approx(wanted, rel=1e-10)
         assert said
     assert any("of which this rank holds" in said for _, said in found)
+
+
+def clipped(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients that are scaled to the norms of their parameters, with gradients switched on."""
+    dp = options.get("dp", 1)
+    given = {"cluster": NOMINAL_CPU, "dp": dp, **options}
+    model = merakc.auto_parallel(Tied(), batch(0, dp), **given)
+    model(batch(model.data_parallel_rank, dp))["loss"].backward()
+    for p in model.parameters():
+        if p.numel() and p.grad is not None:
+            p.grad.mul_(p.norm() * 0.01 / p.grad.norm())
+    return model.full_gradients()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_may_be_written_to_with_gradients_on(name: str) -> None:
+    plain_model = Tied()
+    plain_model(batch(0, 1))["loss"].backward()
+    wanted = {
+        n: p.grad * p.norm() * 0.01 / p.grad.norm() for n, p in plain_model.named_parameters()
+    }
+    options = LAYOUTS[name]
+    ranks = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
+    found, *_ = run_ranks(ranks, clipped, options)
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value.detach(), rtol=1e-12, atol=0.0)
