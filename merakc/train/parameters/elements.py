@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from merakc.runtime.groups import Groups
 from merakc.runtime.part import OfAWhole, TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
-from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
+from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, is_pointwise, kind_of
 from merakc.train.parameters.places import absent, elsewhere
 from merakc.train.parameters.shares import Share, called, share_of
 from merakc.train.parameters.stepping import is_stepping, watch_optimizers
@@ -63,12 +63,10 @@ _AS_THEY_ARE = (
 )  # fmt: skip
 _FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
 _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
-# Python's names of pointwise calls that are not those of torch's ops.
 _PYTHON_WRITES = {
     f"__i{name}__"
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
-_PYTHON = {"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or"}
 
 
 class Elements(OfAWhole, torch.Tensor):
@@ -256,7 +254,7 @@ def _by_elements(
     """A call that keeps elements where they are, or one on whole tensors."""
     first = next((x for x in known if x.source.is_part), known[0])
     is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
-    keeps = _is_pointwise(name) or name in _WRITES | _COPIES | _VIEWS
+    keeps = is_pointwise(name) or name in _WRITES | _COPIES | _VIEWS
     if is_part and not keeps:
         return _answer(func, name, args, kwargs, first)
     out = kwargs.get("out")
@@ -327,22 +325,6 @@ def _answer(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     raise _refusal(name, of)
 
 
-@cache
-def _is_pointwise(name: str) -> bool:
-    """Whether torch says of an op of this name that it computes element by element."""
-    names = [name]
-    if name.startswith("__"):
-        name = name.strip("_")
-        names = [name, name[1:]] if name[:1] in "ri" else [name]
-    for known in names:
-        packet = getattr(torch.ops.aten, _PYTHON.get(known, known), None)
-        if packet is not None and hasattr(packet, "overloads"):
-            tags = getattr(packet, packet.overloads()[0]).tags
-            if torch.Tag.pointwise in tags:
-                return torch.Tag.nondeterministic_seeded not in tags
-    return False
-
-
 def _of_lists(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A call on lists of tensors: element by element, but for norms and the search for infinity."""
     if name == "_foreach_norm":
@@ -381,7 +363,7 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
     if first is None or not first.source.is_part:
         return first if alike else None
     op = name.removeprefix("_foreach_")
-    pointwise = _is_pointwise(op) and op not in REDUCTIONS
+    pointwise = is_pointwise(op) and op not in REDUCTIONS
     keeps = op == name or op in _WRITES | _COPIES or pointwise
     target = row[0] if name.endswith("_") else first
     if not (keeps and alike and isinstance(target, Known) and _fits(first, (row, single))):
@@ -391,10 +373,11 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
 
 def _refusal(name: str, of: Any) -> ConfigError:
     source, held = of.source, plain(of).numel()
+    has = f"{held} of" if held < source.numel else "all, and others none, of the"
     return ConfigError(
         f"torch.{name.strip('_')} is called on '{source.name}' or its gradient, of which this rank "
-        f"holds {held} of {source.numel} elements: it would take them for all. Norms, sums, "
-        "means, largest and smallest elements are those of the whole, and what is computed element "
-        "by element is right; model.full_state_dict() and model.full_gradients() give whole "
-        "tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
+        f"holds {has} {source.numel} elements: ranks would take what they have for all. Norms, "
+        "sums, means, largest and smallest elements are those of the whole, and what is computed "
+        "element by element is right; model.full_state_dict() and model.full_gradients() give "
+        "whole tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from merakc.runtime.part import Place
 from merakc.train.parameters.norms import INFINITE, Owners
 
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "vector_norm"}
+# Python's names of pointwise calls that are not those of torch's ops.
+_PYTHON = {"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or"}
 REDUCTIONS = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_nonzero"}
 
 
@@ -194,3 +197,21 @@ class _Extreme(torch.autograd.Function):
             "a loss has a largest or smallest element of parameters that ranks hold parts of, "
             "which no gradient goes through; use a norm or a sum"
         )
+
+
+@cache
+def is_pointwise(name: str) -> bool:
+    """Whether torch says of an op of this name that it computes element by element."""
+    names = [name]
+    if name.startswith("__"):
+        name = name.strip("_")
+        names = [name, name[1:]] if name[:1] in "ri" else [name]
+    elif name.endswith("_"):  # torch does not say so of all that write
+        names.append(name[:-1])
+    for known in names:
+        packet = getattr(torch.ops.aten, _PYTHON.get(known, known), None)
+        if packet is not None and hasattr(packet, "overloads"):
+            tags = getattr(packet, packet.overloads()[0]).tags
+            if torch.Tag.pointwise in tags:
+                return torch.Tag.nondeterministic_seeded not in tags
+    return False

@@ -354,10 +354,14 @@ def test_a_model_may_hold_parts_that_its_forward_does_not_read(degrees: dict[str
 
 
 def clipped(options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Gradients that are scaled to the norms of their parameters, with gradients switched on."""
+    """Gradients that are scaled to the norms of their parameters, of which some are pruned, with
+    gradients switched on.
+    """
     dp = options.get("dp", 1)
     given = {"cluster": NOMINAL_CPU, "dp": dp, **options}
     model = merakc.auto_parallel(Tied(), batch(0, dp), **given)
+    for p in model.parameters():
+        p.data.masked_fill_(p.data.abs() < 0.1, 0)
     model(batch(model.data_parallel_rank, dp))["loss"].backward()
     for p in model.parameters():
         if p.numel() and p.grad is not None:
