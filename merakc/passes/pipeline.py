@@ -43,6 +43,7 @@ from merakc.passes.recompute.blocks import by_layers, find_blocks, in_place
 from merakc.passes.recompute.segments import recomputed
 from merakc.passes.running import Kind, Pass, run_passes, unwatched
 from merakc.passes.sharding.experts.dispatch import without_rows
+from merakc.passes.sharding.experts.sorted_forms import with_sorted_forms
 from merakc.passes.sharding.gather_products import gather_all, gather_products
 from merakc.passes.sharding.separate_heads import separate_heads
 from merakc.passes.sharding.spmd import spmd_partition
@@ -233,6 +234,10 @@ PARTS: Final = (
 )  # fmt: skip
 # Before it is decided how values are split over tp.
 HEADED: Final = (
+    Pass(
+        "sorted-rows", "Counts experts' rows for their products apart; equal calls in one form.",
+        Kind.PART, Kind.PART, lambda graph, *_: with_sorted_forms(graph),
+    ),
     Pass(
         "separate-heads", "Gives each query head of a grouped attention its own key and value.",
         Kind.PART, Kind.PART, lambda graph, tp, gathered: separate_heads(graph, tp),

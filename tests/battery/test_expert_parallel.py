@@ -18,6 +18,7 @@ from merakc.equality.casts import lifted_casts
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS, reference
+from tests.passes.sharding.experts.test_sorted_forms import Other
 
 EVERY = {**ZOO, **MODELS}
 CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
@@ -74,3 +75,33 @@ def test_a_checkpoint_goes_on_with_other_ranks_of_experts(tmp_path: Path) -> Non
         found = run_ranks(ranks, _goes_on, tmp_path, options, range(2, 4))[0]
         for own, other in zip(found, wanted[2:], strict=True):
             assert own == pytest.approx(other, rel=1e-10)
+
+
+def _otherwise(how: str, options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of a mixture that is written otherwise, and its weights."""
+    model: Any = Other().double()
+    model.how = how
+    given = torch.randint(16, (2, 6), generator=torch.Generator().manual_seed(0))
+    if options:
+        batch = {"ids": given, "labels": given}
+        model = merakc.auto_parallel(
+            model, batch, dp=1, pp=1, micro_batches=1, cluster=NOMINAL_CPU, **options
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(ids=given, labels=given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.full_state_dict() if options else model.state_dict()
+
+
+@pytest.mark.parametrize("how", ["order alone", "unsorted", "in the loss"])
+def test_mixtures_that_are_written_otherwise(how: str) -> None:
+    losses, weights = _otherwise(how, {})
+    found, ours = run_ranks(2, _otherwise, how, {"ep": 2})[0]
+    assert found == pytest.approx(losses, rel=1e-10)
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-12)

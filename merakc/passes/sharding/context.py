@@ -26,7 +26,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
-from merakc.passes.sharding.experts.blocks import Experts, find_experts
+from merakc.passes.sharding.experts.blocks import Experts, find_experts, in_the_way
 from merakc.passes.sharding.experts.dispatch import dispatched
 from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
@@ -70,6 +70,16 @@ def split_context(dims: Dims, sharding: Sharding, *, experts: bool = False) -> S
     return replace(sharding, sums=gradient_sums(dims.graph, found))
 
 
+def _fault(problem: ContextProblem) -> str:
+    """What stands in the way of blocks."""
+    node = next(in_the_way(problem.dims, problem.rule), None)
+    if node is None:
+        return ""
+    told = f"{node.op} at {node.source}"
+    told = f"where the groups of {told} end" if node.op == GROUPED else told
+    return f": {told} is not known to follow from the sorted numbers, or from each row, alone"
+
+
 def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
     """The same with experts on ranks of their own."""
     every, layouts, sequences = 0, dict(sharding.layouts), []
@@ -84,7 +94,7 @@ def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
     if left := [n for n in graph.nodes if n.op == GROUPED and not _among(n.name, sequences)]:
         raise ShardError(
             f"ep={sharding.tp}: the experts at {left[0].source} are not found to compute row by "
-            "row, so that their rows cannot be sent; use ep=1"
+            f"row, so that their rows cannot be sent{_fault(problem)}; use ep=1"
         )
     if not every:
         raise ShardError(

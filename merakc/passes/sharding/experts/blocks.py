@@ -15,7 +15,7 @@ Nothing is known by name: what does not prove to be so is no block, and stays wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import takewhile
@@ -88,6 +88,17 @@ def find_experts(dims: Dims, rule: Callable[[Node], Dims]) -> tuple[Experts, ...
     return tuple(found)
 
 
+def in_the_way(dims: Dims, rule: Callable[[Node], Dims]) -> Iterator[Node]:
+    """The first node of what sorted numbers become that a block would not have; of a product of
+    groups, it is where these end.
+    """
+    for node in dims.graph.nodes:
+        if _sorts(node):
+            block = _Block(dims, rule, node)
+            if block.found() is None and block.fault is not None:
+                yield block.fault
+
+
 def _sorts(node: Node) -> bool:
     """Whether a node sorts a list, upwards."""
     listed = all(o is None or len(o.shape) == 1 for o in node.outputs)
@@ -109,6 +120,7 @@ class _Block:
     grouped: list[str] = field(default_factory=list)
     ends: set[Ref] = field(default_factory=set)
     tokens: int = sys.maxsize  # how many of the outer factors of the numbers all values share
+    fault: Node | None = None  # what is read in another way
 
     def found(self) -> Experts | None:
         """The block; None where something is read, or made, in another way."""
@@ -121,6 +133,7 @@ class _Block:
                 self._add(node, Kind.IDS, Kind.PLACES)
                 self.copies[Ref(node.name, 1)] = 1
             elif any(r in self.kinds for r in node.refs) and not self._reads(node):
+                self.fault = node
                 return None
         if (
             not self.results

@@ -14,7 +14,7 @@ from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, with
 from merakc.passes.sharding.layouts import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
-from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, graph_of
+from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, ends_of, graph_of
 
 
 def _locals(ranks: int = 2, **parts: Part) -> list[Graph]:
@@ -52,7 +52,14 @@ def test_rows_go_to_their_experts_and_back() -> None:
         ),
         ({"up": lambda m: m.up.flip(0)}, "or of those of other experts"),
         ({"up": lambda m: m.up.cumsum(0)}, "or of those of other experts"),
-        ({"between": lambda m, made, ids: made.flip(0)}, "not found to compute row by row"),
+        (
+            {"between": lambda m, made, ids: made.flip(0)},
+            "sent: aten.flip.default at .* is not kno",
+        ),
+        (
+            {"ends": lambda ids: ends_of(ids).clamp(max=3)},
+            "sent: where the groups of merakc.grouped_mm.default at .* end is not known",
+        ),
     ],
 )
 def test_experts_that_cannot_be_apart_are_refused(parts: Any, said: str) -> None:
