@@ -197,9 +197,7 @@ def _offload(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 
 
 def with_moves(pieces: StageGraphs, plan: Plan, stage: int) -> StageGraphs:
-    """The pieces of a stage with moves of what its plan keeps on the host, put under computation on
-    the machines that the plan records.
-    """
+    """The pieces of a stage, with moves of what waits on the host, by the plan's machines."""
     place = place_on(plan.machines or NOMINAL_GPU, plan.tp)
     return offloaded(pieces, plan.host_activations[stage], place)
 
