@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.passes.batches.normalise import CROSS_ENTROPY, MEAN, NLL
 from merakc.passes.batches.states import (
@@ -232,11 +234,11 @@ def _index(place: Place) -> Outcome | None:
 
 
 def _index_put(place: Place) -> Outcome | None:
-    """`x[arange(rows), which] = values`: to each sample its own."""
+    """`x[arange(rows), which] = values`: to each sample its own; or `x[:, which] = values`."""
     node = place.node
     picked = _own_places(place, node.args[0], node.args[1])
     if picked is None:
-        return None
+        return _put_behind(place)
     first, k, count, shape = picked
     dims, values = _dims(place.states[node.args[0]]), node.args[2]
     behind = len(dims) - count + len(shape) - k  # the dims of the values from the rows on
@@ -245,6 +247,28 @@ def _index_put(place: Place) -> Outcome | None:
     if any(SAMPLES in d and (j != at or d != dims[k]) for j, d in enumerate(own)):
         return None
     return Outcome((State(Kind.ROWS, dims),), places=node.refs.index(first))
+
+
+def _put_behind(place: Place) -> Outcome | None:
+    """Writes to the same places of every sample, which are told by one index behind the samples."""
+    x, indices, values = place.node.args[:3]
+    dims, own = _dims(place.states[x]), _dims(place.states[values])
+    picks = [(j, ref) for j, ref in enumerate(indices) if ref is not None]
+    sampled = [k for k, d in enumerate(dims) if SAMPLES in d]
+    if len(picks) != 1 or len(sampled) != 1:
+        return None
+    ((j, ref),), (k,) = picks, sampled
+    if j <= k or place.states[ref].sampled:
+        return None
+    rank = len(place.shape(ref))
+    is_mask = place.part.specs()[ref].dtype in (torch.bool, torch.uint8)
+    takes, gives = (rank, 1) if is_mask else (1, rank)
+    at = len(own) - (len(dims) - takes + gives - k)  # where the values have the samples
+    if any(SAMPLES in d and (i != at or d != dims[k]) for i, d in enumerate(own)):
+        return None
+    if at >= 0 and not place.states[values].sampled and place.shape(values)[at] != 1:
+        return None
+    return Outcome((State(Kind.ROWS, dims),))
 
 
 def _own_places(

@@ -25,6 +25,13 @@ def twice(x: Tensor) -> Tensor:
     return x[:, None].expand(-1, 2, -1).reshape(2 * len(x), -1)
 
 
+def put(x: Tensor, places: Tensor, values: Tensor | float) -> Tensor:
+    """The same with other values in these places of each sample."""
+    x = x.clone()
+    x[:, places] = values
+    return x
+
+
 def diagonal(z: Tensor, places: Tensor) -> Tensor:
     return (z.sum(1, keepdim=True) * torch.arange(1.0, 9.0))[places, places].square().sum()
 
@@ -66,6 +73,12 @@ SUMS: dict[str, Loss] = {
         * b["target"]).sum(),
     "one number put into two of each": lambda m, z, b: (
         z.square().index_put((torch.arange(len(z))[:, None], two(b)), m.scale) * b["target"]).sum(),
+    "a number put behind": lambda m, z, b: (
+        put(z.square(), torch.arange(CLASSES) % 2 == 0, 0.0) * b["target"]).sum(),
+    "a row put behind": lambda m, z, b: (
+        put(z.square(), torch.tensor([0, 2]), m.vector[:2]) * b["target"]).sum(),
+    "own values put behind": lambda m, z, b: (
+        put(z.square(), torch.tensor([0, 2]), m.other(b["x"])[:, :2]) * b["target"]).sum(),
     "a diagonal": lambda m, z, b: (z.sum(1, keepdim=True) * torch.arange(1.0, 9.0))[
         count(z), count(z)].square().sum(),
     "views": lambda m, z, b: (torch.cat([z, m.other(b["x"])]).tanh()[len(z):] * b["target"]).sum(),
@@ -99,6 +112,8 @@ COUPLED: dict[str, Loss] = {
         * b["target"]).sum(),
     "values of others put": lambda m, z, b: (
         z.square().index_put((count(z), b["label"]), z[:, 0].flip(0)) * b["target"]).sum(),
+    "values of others put behind": lambda m, z, b: (
+        put(z.square(), torch.tensor([0, 2]), z[:, :2].flip(0)) * b["target"]).sum(),
     "copies of all for each": lambda m, z, b: (z[None].expand(len(z), -1, -1) * z[:, None]).sum(),
     "samples beside a parameter": lambda m, z, b: torch.cat([z, m.table.weight]).logsumexp(0).sum(),
     "samples as classes": lambda m, z, b: F.cross_entropy(z @ z.T, torch.arange(len(z))),
