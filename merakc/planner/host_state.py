@@ -15,15 +15,7 @@ from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.sharded import state_bytes
 from merakc.errors import ConfigError
-from merakc.ir.offload import (
-    ACTIVATIONS,
-    NOWHERE,
-    OPTIMIZER,
-    PARAMETERS,
-    OnHost,
-    offload_text,
-    parse_offload,
-)
+from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
@@ -33,8 +25,9 @@ from merakc.report.units import format_bytes
 
 # How often what is missing is looked for again: buckets are cut otherwise on both sides.
 ROUNDS = 4
-# Where all of a rank's parameters are: updated on the host, or kept there too.
-UPDATED, BOTH = OnHost(updated=("",)), OnHost(updated=("",), kept=("",))
+# Whether parameters are updated on the host, and whether they are kept there.
+_Way = tuple[bool, bool]
+HERE, UPDATED, KEPT = (False, False), (True, False), (True, True)
 # A parameter's bytes on the device that leave it, and those that it takes on the host.
 _Sizes = tuple[int, int]
 
@@ -58,7 +51,7 @@ def with_host_states(lowered: Lowered, asked: str, cluster: Cluster) -> Lowered:
             "parameters as of optimizer state ('zero-0', 'zero-3'), leave state_shards out, or "
             "move the optimizer's state alone (offload='optimizer')"
         )
-    sizes = _sizes(lowered, (NOWHERE, BOTH if keeps else UPDATED))
+    sizes = _sizes(lowered, (HERE, KEPT if keeps else UPDATED))
     names = {n for own in sizes for n in _within(own, offload.size_bytes)}
     return _checked(_predicted(_moving(lowered, names, names if keeps else ()), cluster), cluster)
 
@@ -67,11 +60,11 @@ def _as_needed(lowered: Lowered, cluster: Cluster) -> Lowered:
     host = cluster.host
     if host is None:
         return lowered
-    made = _freed(lowered, cluster, (NOWHERE, UPDATED), lambda names: _moving(lowered, names))
+    made = _freed(lowered, cluster, (HERE, UPDATED), lambda names: _moving(lowered, names))
     if made is None and lowered.plan.updates_what_it_keeps:
         every = _moving(lowered, _every(lowered))
         made = _freed(
-            _predicted(every, cluster), cluster, (UPDATED, BOTH),
+            _predicted(every, cluster), cluster, (UPDATED, KEPT),
             lambda names: _moving(every, every.plan.host_states, names),
         )  # fmt: skip
     return lowered if made is None or host_need(made) > host.memory_bytes else made
@@ -80,7 +73,7 @@ def _as_needed(lowered: Lowered, cluster: Cluster) -> Lowered:
 def _freed(
     lowered: Lowered,
     cluster: Cluster,
-    ways: tuple[OnHost, OnHost],
+    ways: tuple[_Way, _Way],
     moving: Callable[[Collection[str]], Lowered],
 ) -> Lowered | None:
     """What `moving` makes of the fewest parameters that fits, where each goes from one way to
@@ -89,9 +82,9 @@ def _freed(
     memory = rank_memory_bytes(cluster, lowered.plan.mesh)
     sizes, found = _sizes(lowered, ways), lowered
     names, lacks = set[str](), [0] * len(sizes)
-    # What is fetched is there whole while it is read.
-    every = moving({name for own in sizes for name in own}).buckets
-    whole = [state_bytes(own, lowered.plan.precision).gathered_bytes for own in every]
+    every = moving({name for own in sizes for name in own})
+    pairs = zip(_gathered_bytes(every), _gathered_bytes(lowered), strict=True)
+    whole = [after - before for after, before in pairs]  # what is fetched, while it is read
     for _ in range(ROUNDS):
         assert found.prediction is not None
         over = [p - m for p, m in zip(found.prediction.peak_bytes, memory, strict=True)]
@@ -142,6 +135,12 @@ def host_of(cluster: Cluster) -> Host:
     return cluster.host
 
 
+def _gathered_bytes(lowered: Lowered) -> list[int]:
+    """What the devices of pipeline ranks have of parameters only while they are read."""
+    precision = lowered.plan.precision
+    return [state_bytes(own, precision).gathered_bytes for own in lowered.buckets]
+
+
 def host_need(lowered: Lowered) -> int:
     """The most that a rank has on its host of parameters and what is kept of them."""
     precision = lowered.plan.precision
@@ -176,7 +175,7 @@ def _every(lowered: Lowered) -> set[str]:
     return {item.target for graph in graphs for item in graph.told(parameters_in_order)}
 
 
-def _sizes(lowered: Lowered, ways: tuple[OnHost, OnHost]) -> list[dict[str, _Sizes]]:
+def _sizes(lowered: Lowered, ways: tuple[_Way, _Way]) -> list[dict[str, _Sizes]]:
     """By pipeline rank, what its parameters are on device and host where they go from one way to
     another, those first that go first.
     """
@@ -195,9 +194,10 @@ def _sizes(lowered: Lowered, ways: tuple[OnHost, OnHost]) -> list[dict[str, _Siz
     return found
 
 
-def _in_way(held: Held, way: OnHost) -> Held:
-    """A parameter in a way that all are."""
-    return replace(held, on_host=bool(way.updated) and held.is_trained, fetched=bool(way.kept))
+def _in_way(held: Held, way: _Way) -> Held:
+    """A parameter where all are; frozen ones are not updated."""
+    is_updated, is_kept = way
+    return replace(held, on_host=is_updated and held.is_trained, fetched=is_kept)
 
 
 def _held(lowered: Lowered, stage: int) -> Iterator[Held]:
