@@ -145,5 +145,32 @@ def test_frozen_parameters_are_fetched_and_stay_as_they_are() -> None:
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
+def untied(offload: str) -> tuple[list[float], Tensors]:
+    """Steps of layers that share parameters, and then have their own."""
+
+    def sharing() -> nn.Module:
+        net = Words(blocks=3)
+        merakc.share_layers(net)
+        return net
+
+    model = parallel(sharing, words(0), micro_batches=2, offload=offload)
+    optimizer = _optimizer("adamw", model)
+    losses = [_step(model, optimizer, n) for n in range(2)]
+    before = len(model.plan.parameters)
+    merakc.untie_layers(model, optimizer)
+    assert len(model.plan.parameters) > before
+    every = {n for n, _ in model.named_parameters()}
+    assert set(model.plan.host_parameters) == (every if offload == "parameters" else set())
+    return [*losses, *(_step(model, optimizer, n) for n in range(2, 4))], model.full_state_dict()
+
+
+def test_layers_are_untied_where_they_are() -> None:
+    ((before, theirs),) = run_ranks(1, untied, "none")
+    for offload in ("optimizer", "parameters"):
+        ((losses, ours),) = run_ranks(1, untied, offload)
+        assert losses == before
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
 def test_an_optimizer_of_whole_matrices() -> None:
     run_ranks(2, both, LAYOUTS["zero-1"], "muon", "optimizer", None)
