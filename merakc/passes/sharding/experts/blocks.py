@@ -165,7 +165,7 @@ class _Block:
 
     def _reads(self, node: Node) -> bool:
         """Adds a node that reads values of the block; False where it does so in another way."""
-        kinds = {self.kinds.get(ref) for ref in node.refs}
+        kinds = {self.kinds.get(ref) for ref in node.refs if not self._is_constant(ref)}
         if node.op == "aten.index.Tensor":
             return self._index(node)
         if node.op == "aten.index_put.default":
@@ -179,6 +179,13 @@ class _Block:
         if kinds == {Kind.COUNTS}:
             return self._add(node, *(Kind.COUNTS for _ in node.outputs))
         return self._by_row(node)
+
+    def _is_constant(self, ref: Ref) -> bool:
+        """Whether a value is made from nothing, and not from the number of rows."""
+        if ref in self.kinds or self.count in self.dims.shapes[ref]:
+            return False
+        maker = next((n for n in self.dims.graph.nodes if n.name == ref.node), None)
+        return maker is not None and not maker.refs and self.count not in maker.args
 
     def _places(self, node: Node) -> bool:
         """The token of which a row is a copy, and what the inverse is written to."""

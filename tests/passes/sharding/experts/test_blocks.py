@@ -23,6 +23,14 @@ BLOCKS: dict[str, dict[str, Part]] = {
     "counted by marks": {
         "ends": lambda ids: torch.nn.functional.one_hot(ids, EXPERTS).sum(0).cumsum(0).int()
     },
+    "counted by adding": {
+        "ends": lambda ids: (
+            torch.zeros(EXPERTS, dtype=torch.long)
+            .scatter_add(0, ids, torch.ones_like(ids))
+            .cumsum(0)
+            .int()
+        )
+    },
     "masked by number": {
         "between": lambda m, made, ids: made.masked_fill((ids >= EXPERTS).unsqueeze(-1), 0.0)
     },
