@@ -9,7 +9,23 @@ import torch
 
 from merakc.analysis.buckets import BucketSpec
 from merakc.costs.work.memory import Sum
-from merakc.costs.work.sharded import StateBytes, state_bytes, sunk_gradients
+from merakc.costs.work.sharded import (
+    StateBytes,
+    read_at_once,
+    state_bytes,
+    sunk_gradients,
+    whole_bytes,
+)
+from merakc.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Ref,
+    TensorSpec,
+)
 from merakc.ir.precision import NAMED
 from merakc.ir.state import StateShards
 
@@ -67,3 +83,34 @@ def test_what_gradients_are_added_to() -> None:
     (plain,) = sunk_gradients([sharded(1, 1, 4)], {0})[0].sums
     assert (plain.size_bytes, plain.reducing_bytes) == (4 * P, 4 * P)
     assert (found[2].held_bytes, found[2].reduced_bytes) == (2 * P // 4, 4 * P // 4)
+
+
+def test_what_a_graph_has_in_use_is_whole_with_the_buckets_at_its_ends() -> None:
+    sizes = [(10, True), (40, False), (30, True), (20, True)]
+    assert whole_bytes(sizes) == 40 + 30
+    assert whole_bytes(sizes, read_bytes=25) == 25 + 30 + 25  # its own, the last's rest, the next
+    assert whole_bytes(sizes, read_bytes=90) == 10 + 40 + 30 + 20  # and no more than there is
+    assert whole_bytes([]) == 0
+    buckets = [replace(sharded(4, 4, 4), numel=n) for n in (10, 40, 30, 20)]
+    assert state_bytes(buckets, read_bytes=4 * 25).gathered_bytes == 4 * (25 + 40 + 25)
+
+
+def test_parameters_are_in_use_from_their_first_reader_to_their_last() -> None:
+    spec = TensorSpec((4,), torch.float32)
+    given = [Input(name, InputKind.PARAMETER, spec, name) for name in "abc"]
+    given.append(Input("x", InputKind.BATCH, spec, "x"))
+    reads = [("1", "a", "x"), ("2", "b", "1"), ("3", "a", "2"), ("4", "c", "3")]
+    nodes = [Node(n, "aten.mul.Tensor", (Ref(r), Ref(s)), (), (spec,)) for n, r, s in reads]
+    graph = Graph(tuple(given), tuple(nodes), (Output("4", OutputKind.RESULT, Ref("4")),))
+    assert read_at_once(graph) == 2 * spec.size_bytes  # a and b
+
+
+def test_gradients_of_one_micro_batch_leave_for_the_host() -> None:
+    buckets = [replace(BUCKET, numel=n, on_host=True) for n in (10, 40, 30, 20)]
+    several, one = state_bytes(buckets, MIXED), state_bytes(buckets, MIXED, one=True)
+    assert (several.summed_bytes, several.filling_bytes) == (2 * 100, 0)
+    assert (one.summed_bytes, one.filling_bytes) == (0, 2 * (40 + 30))
+    assert one.kept_bytes == several.kept_bytes == one.parameter_bytes == 2 * 100
+    fetched = state_bytes([replace(b, fetched=True) for b in buckets], MIXED, one=True)
+    assert (fetched.kept_bytes, fetched.gathered_bytes) == (0, 2 * (40 + 30))
+    assert fetched.host_bytes == one.host_bytes + 2 * 100
