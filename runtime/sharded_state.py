@@ -72,7 +72,8 @@ class ShardedState:
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
         self.reducing: deque[Bucket] = deque()
-        self.held: dict[Bucket, torch.Tensor] = {}  # whole ones: the one that is read, and the next
+        self.held: dict[Bucket, torch.Tensor] = {}  # whole ones
+        self.unread: set[Bucket] = set()  # those of them that were gathered ahead
         self.current: Bucket | None = None  # the one of them that was read last
         self.ahead: deque[Collective] = deque()  # what the running action is still to start
 
@@ -90,6 +91,7 @@ class ShardedState:
     def end(self) -> None:
         """Lets go of what was gathered."""
         self.held.clear()
+        self.unread.clear()
         self.current = None
 
     def follow(self, collectives: Sequence[Collective]) -> None:
@@ -143,6 +145,7 @@ class ShardedState:
             if bucket not in self.held:
                 self._gather(bucket)
             self.current = bucket
+            self.unread.discard(bucket)
         bucket.gathering.finish()
         self._advance()
         if self.ahead and self.named[self.ahead[0].bucket] is bucket:
@@ -154,8 +157,11 @@ class ShardedState:
         return member.part(self.held[bucket], 0).view(member.shape)
 
     def _gather(self, bucket: Bucket) -> None:
-        """Starts to gather a bucket, in the place of all but the one that is read."""
-        self.held = {b: whole for b, whole in self.held.items() if b is self.current}
+        """Starts to gather a bucket, in the place of those that were read before the current."""
+        self.held = {
+            b: whole for b, whole in self.held.items() if b is self.current or b in self.unread
+        }
+        self.unread.add(bucket)
         self.held[bucket] = whole = torch.empty(
             bucket.numel, dtype=bucket.kept.dtype, device=bucket.device
         )

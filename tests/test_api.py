@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for given in (options, {"plan": roomy}):
         with pytest.raises(FitError, match=r"with dp=1 tp=1 pp=1 a rank needs .* and has"):
             merakc.auto_parallel(build(Words), words(0), cluster=small, **given)
-    tiny = replace(NOMINAL_CPU, memory_bytes=needed // 5)
+    tiny = replace(NOMINAL_CPU, memory_bytes=needed // 9)
     with pytest.raises(FitError, match=r"needs .* at the least.*such devices would"):
         merakc.auto_parallel(build(Words), words(0), cluster=tiny)
 

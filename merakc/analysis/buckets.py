@@ -78,6 +78,13 @@ class BucketSpec:
         return self.fetched or self.shards.optimizer > 1
 
 
+def ahead(buckets: Iterable[BucketSpec]) -> int:
+    """How many buckets of a rank are gathered ahead of the one that is read: of those that are
+    fetched two, since a device's links to others are faster than that to its host.
+    """
+    return 1 + any(bucket.fetched for bucket in buckets)
+
+
 def plan_buckets(
     held: Iterable[Held],
     shards: Callable[[int], StateShards],

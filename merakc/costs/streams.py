@@ -11,10 +11,11 @@ from typing import Any
 
 @dataclass(slots=True)
 class _Running:
-    """A collective that is posted; `start_s` is negative until it is its turn."""
+    """A collective that is posted, or a copy; `start_s` is negative until it is its turn."""
 
     key: Hashable
     left_s: float
+    overlap: float
     start_s: float = -1.0
 
 
@@ -23,7 +24,8 @@ class Streams:
     """The clock of a rank whose collectives run beside its kernels, one after the other.
 
     While the rank computes, they run at the share `overlap` of their speed: collectives and kernels
-    compete for multiprocessors and memory. What is waited for is exposed. `ended` holds the key,
+    compete for multiprocessors and memory; those that do not have a share of their own. What is
+    waited for is exposed. `ended` holds the key,
     the start and the end of each, in seconds since the start of the step, where it is `traced`.
     """
 
@@ -35,24 +37,26 @@ class Streams:
     queue: deque[_Running] = field(default_factory=deque)
     ended: list[tuple[Any, float, float]] = field(default_factory=list)
 
-    def post(self, key: Hashable, seconds: float) -> None:
-        """Starts a collective of that many seconds behind those that run already."""
+    def post(self, key: Hashable, seconds: float, overlap: float | None = None) -> None:
+        """Starts a collective of that many seconds behind those that run already, perhaps with a
+        share of its own.
+        """
         if seconds > 0:
-            self.queue.append(_Running(key, seconds))
+            self.queue.append(_Running(key, seconds, self.overlap if overlap is None else overlap))
             self.posted_s += seconds
 
     def fall_behind(self, seconds: float) -> None:
         """Collectives that were posted before take so much longer."""
         if seconds > 0:
-            self.queue.append(_Running(None, seconds))
+            self.queue.append(_Running(None, seconds, self.overlap))
 
     def compute(self, seconds: float) -> None:
         """Computes for so long."""
-        self._pass(seconds, self.overlap)
+        self._pass(seconds, is_busy=True)
 
     def idle(self, seconds: float) -> None:
         """Waits so long for something else, with nothing in the way of collectives."""
-        self._pass(seconds, 1.0)
+        self._pass(seconds, is_busy=False)
 
     def wait(self, keys: Collection[Hashable] | None = None) -> None:
         """Waits until the collectives of these keys have ended, and those before them; for all,
@@ -78,20 +82,20 @@ class Streams:
         self._end_first(self.now_s, self.now_s + left_s)
         self.now_s += left_s
 
-    def _pass(self, seconds: float, speed: float) -> None:
+    def _pass(self, seconds: float, *, is_busy: bool) -> None:
         at_s, self.now_s = self.now_s, self.now_s + seconds
         queue = self.queue
-        if not queue:
-            return
-        budget_s = seconds * speed
-        while queue and budget_s > 0:
+        while queue and at_s < self.now_s:
             first = queue[0]
+            speed = first.overlap if is_busy else 1.0
+            budget_s = (self.now_s - at_s) * speed
+            if budget_s <= 0:
+                return
             if first.start_s < 0:
                 first.start_s = at_s
             if first.left_s > budget_s:
                 first.left_s -= budget_s
                 return
-            budget_s -= first.left_s
             end_s = min(at_s + first.left_s / speed, self.now_s)
             self._end_first(at_s, end_s)
             at_s = end_s

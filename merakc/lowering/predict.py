@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.buckets import bucket_seconds, dp_group, mesh_fabric, tied_seconds
 from merakc.costs.device import place_on
 from merakc.costs.head import even_layout, with_head
 from merakc.costs.host import moved_seconds
@@ -99,6 +99,7 @@ def cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...])
         *links.near,
         collective_s=_collective_seconds(lowered, cluster),
         overlap=(cluster.sharing or cluster.described(mesh.world_size)).beside(mesh.world_size),
+        copied=_copied(lowered, cluster),
         sharing=cluster.sharing,
         ranks=mesh.world_size,
         far=links.far,
@@ -122,6 +123,16 @@ def _host_seconds(lowered: Lowered, cluster: Cluster) -> tuple[float, ...]:
                 sizes = Precision(up_bytes, kept, (OPTIMIZER_STATES + 1) * kept)
                 found[rank] += moved_seconds(-(-spec.numel // spec.shards.optimizer), sizes, host)
     return tuple(found)
+
+
+def _copied(lowered: Lowered, cluster: Cluster) -> frozenset[str]:
+    """The buckets that nothing but a copy brings, which has engines of its own: those that are
+    fetched whole, but by cores that compute, too.
+    """
+    if mesh_fabric(lowered.plan.mesh, cluster).by_cores:
+        return frozenset()
+    every = (b for own in lowered.buckets for b in own)
+    return frozenset(b.name for b in every if b.fetched and b.shards.parameters == 1)
 
 
 def _collective_seconds(

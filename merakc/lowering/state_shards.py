@@ -10,11 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from merakc.analysis.buckets import WORTH_SHARE, BucketSpec, bucket_scales, parameters_in_order
+from merakc.analysis.buckets import (
+    WORTH_SHARE,
+    BucketSpec,
+    ahead,
+    bucket_scales,
+    parameters_in_order,
+)
 from merakc.costs.buckets import bucket_seconds, dp_group
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.stage import with_state
-from merakc.costs.work.sharded import GATHERED
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
@@ -173,7 +178,7 @@ class _Trial:
                 elif bucket is not None and bucket.is_gathered:
                     read.add(bucket.name)
             gathers = sorted(seconds[name, CollectiveKind.GATHER] for name in read)
-            posted_s += count * sum(gathers[:-GATHERED])
+            posted_s += count * sum(gathers[: -1 - ahead(buckets)])
             backwards.update(dict.fromkeys(made, count))
         for bucket in buckets:
             if count := backwards[bucket.name]:

@@ -167,7 +167,7 @@ def _faults(program: Program) -> Iterator[tuple[Action, Collective, str]]:
             elif kind is CollectiveKind.GATHER:
                 if bucket in held:
                     yield action, one, "starts while its parameters are there"
-                held = (*current, bucket)
+                held = (*(b for b in held if b in current or b not in read), bucket)
                 read.discard(bucket)
             elif kind is CollectiveKind.WAIT:
                 if bucket not in held and bucket not in refreshed:

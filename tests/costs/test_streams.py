@@ -59,6 +59,17 @@ def test_a_collective_ends_within_the_computing() -> None:
     assert streams.ended == [("a", 1.0, 3.0)]
 
 
+def test_a_copy_has_a_share_of_its_own() -> None:
+    streams = Streams(overlap=0.5)
+    streams.post("copy", 1.0, 1.0)
+    streams.post("a", 1.0)
+    streams.compute(2.0)
+    assert streams.ended == [("copy", 0.0, 1.0)]
+    assert streams.left_s() == 0.5
+    streams.wait()
+    assert (streams.now_s, streams.exposed_s) == (2.5, 0.5)
+
+
 def test_seconds_that_are_left() -> None:
     streams = Streams()
     for key, seconds in (("a", 1.0), ("b", 2.0), ("a", 4.0)):

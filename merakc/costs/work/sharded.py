@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 
 from merakc.analysis.aliases import last_uses
-from merakc.analysis.buckets import BucketSpec, Held, plan_buckets
+from merakc.analysis.buckets import BucketSpec, Held, ahead, plan_buckets
 from merakc.analysis.liveness import owners
 from merakc.costs.work.memory import Sum
 from merakc.ir.graph import Graph, InputKind, Ref
@@ -28,7 +28,6 @@ from merakc.ir.state import StateShards
 # Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
 OPTIMIZER_STATES = 2
 LEAVING = 2  # buckets of gradients at a time, of those that leave: gradients come in turns
-GATHERED = 2  # whole buckets at a time: the one that is read and the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,7 @@ def state_bytes(
     """The bytes of these buckets, shards rounded up, in a step of `one` micro-batch or of more,
     where a graph has `read_bytes` of parameters in use at once.
     """
+    buckets = tuple(buckets)
     kept = parameters = summed = filling = reduced = host = 0
     gathered: list[tuple[int, bool]] = []
     leaving: dict[bool, list[int]] = {False: [], True: []}
@@ -92,21 +92,21 @@ def state_bytes(
         summed += gradient.itemsize * -(-numel // shards.gradients)
         if shards.gradients > 1:
             filling = max(filling, gradient.itemsize * numel)
-    whole = whole_bytes(gathered, read_bytes)
+    whole = whole_bytes(gathered, read_bytes, ahead(buckets))
     filling += sum(sum(sorted(sizes)[-LEAVING:]) for sizes in leaving.values())
     return StateBytes(kept + parameters, parameters, whole, summed, filling, reduced, host)
 
 
-def whole_bytes(gathered: Iterable[tuple[int, bool]], read_bytes: int = 0) -> int:
+def whole_bytes(gathered: Iterable[tuple[int, bool]], read_bytes: int = 0, ahead: int = 1) -> int:
     """What is there at once of buckets that are gathered, of which each has so many bytes, and
-    several parameters or one: the two largest, the one that is read and the next; or what a graph
-    has in use, of the first and the last bucket of it more than that, and the next.
+    several parameters or one: the largest, the one that is read and those `ahead`; or what a graph
+    has in use, of the first and the last bucket of it more than that, and those ahead.
     """
     sizes = [size for size, _ in gathered]
     joined = max((size for size, has_several in gathered if has_several), default=0)
-    ahead = min(max(sizes, default=0), read_bytes)
-    most = sum(sorted(sizes)[-GATHERED:])
-    return max(most, min(read_bytes + joined + ahead, sum(sizes)))
+    ahead_bytes = ahead * min(max(sizes, default=0), read_bytes)
+    most = sum(sorted(sizes)[-1 - ahead :])
+    return max(most, min(read_bytes + joined + ahead_bytes, sum(sizes)))
 
 
 def leaves_at_once(spec: BucketSpec, *, one: bool) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from merakc.analysis.buckets import BucketSpec, Held, parameters_in_order, plan_buckets
+from merakc.analysis.buckets import BucketSpec, Held, ahead, parameters_in_order, plan_buckets
 from merakc.costs.device import place_on
 from merakc.costs.nodes import node_seconds
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
@@ -240,6 +240,41 @@ class _Uses:
 _Placed = dict[int, list[tuple[int, Collective]]]
 
 
+class _Window:
+    """The buckets that are there while those of `gathered` are read, one after the other: the one
+    that is, and as many `ahead` as they may.
+
+    Where the next is gathered, those go that were read, but for the one that is.
+    """
+
+    def __init__(self, gathered: Sequence[BucketSpec], ahead: int) -> None:
+        self.gathered, self.ahead, self.place = gathered, ahead, -1
+        self.unread: list[BucketSpec] = []
+        self.seen: list[BucketSpec] = []  # read, and still there
+
+    def first(self) -> Iterator[BucketSpec]:
+        """What is gathered before anything is read."""
+        for bucket in dict.fromkeys(self.gathered[: self.ahead]):
+            self.unread.append(bucket)
+            yield bucket
+
+    def read(self) -> Iterator[BucketSpec]:
+        """What is gathered as the next bucket is read."""
+        self.place += 1
+        now = self.gathered[self.place]
+        if now in self.unread:
+            self.unread.remove(now)
+            self.seen.append(now)
+        for then in self.gathered[self.place + 1 :][: self.ahead]:
+            if then in self.seen and then is not now:
+                return  # it is to stay
+            if then in self.unread or then is now:
+                continue
+            self.seen = [now]
+            self.unread.append(then)
+            yield then
+
+
 class _Placing:
     """The walk along one Program."""
 
@@ -328,9 +363,8 @@ class _Placing:
             if b.name in seen and b.is_trained and b.shards.optimizer > b.shards.parameters
         ]
         gathered = [use.bucket for _, _, use in places if use.bucket.is_gathered]
-        one, other = gathered[0] if gathered else None, None  # the two that are there
-        head += [Collective(CollectiveKind.GATHER, b.name) for b in gathered[:1]]
-        following = iter(gathered[1:])
+        window = _Window(gathered, ahead(self.buckets))
+        head += [Collective(CollectiveKind.GATHER, b.name) for b in window.first()]
         found: _Placed = {}
         for k, i, use in places:
             here = found.get(k)
@@ -338,10 +372,7 @@ class _Placing:
                 here = found[k] = []
             here.append((i, use.at(CollectiveKind.WAIT)))
             if use.bucket.is_gathered:
-                then = next(following, None)
-                if then is not None and then is not one and then is not other:
-                    here.append((i, use.at(CollectiveKind.GATHER, then)))
-                    one, other = use.bucket, then
+                here += [(i, use.at(CollectiveKind.GATHER, then)) for then in window.read()]
         return head, found
 
     def _reductions(self) -> _Placed:

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 
+from merakc.analysis.buckets import ahead
 from merakc.costs.device import place_on
 from merakc.costs.head import head_bytes, with_head
 from merakc.costs.nodes import chunk_collectives
@@ -231,4 +232,5 @@ def _static_bytes(steps: Steps, step: CompiledStep) -> int:
         return total
     backwards = [c.backward for c in step.chunks.values() if c.backward is not None]
     read = max(map(read_at_once, backwards), default=0) if plan.recompute in IN_BACKWARD else 0
-    return total + steps.sharded.extra_bytes + whole_bytes(steps.sharded.gathered_sizes, read)
+    sizes, count = steps.sharded.gathered_sizes, ahead(steps.sharded.specs)
+    return total + steps.sharded.extra_bytes + whole_bytes(sizes, read, count)

@@ -43,11 +43,15 @@ def makes(*names: str) -> tuple[Touch, ...]:
     return tuple(Touch(n, True, f"of_{n}", (k + 1) / 4) for k, n in enumerate(names))
 
 
-def placed(*counts: int, actions: list[Action], shared: str = "") -> str:
+def placed(*counts: int, actions: list[Action], shared: str = "", fetched: bool = False) -> str:
     """Buckets a, b, c; a compute reads them in that order, a backward the other way round."""
     held = [
-        Held(n, torch.float32, 1, (0, 1)[: 1 + (n in shared)], True, n in shared) for n in "abc"
-    ]
+        Held(
+            n, torch.float32, 1, (0, 1)[: 1 + (n in shared)], True, n in shared,
+            on_host=fetched, fetched=fetched,
+        )
+        for n in "abc"
+    ]  # fmt: skip
     backward = (*reads("c"), *makes("c"), *reads("b", "a"), *makes("b", "a"))
     touches = {(F, True): reads(*"abc"), (F, False): reads(*"abc"), (R, True): reads(*"abc"),
                (B, True): backward, (B, False): backward, (I, False): reads(*"cba"),
@@ -87,6 +91,17 @@ def test_sharded_parameters_are_gathered_one_bucket_ahead() -> None:
         # c is still there from the forward, and so is b behind it
         "0B0 [reduce 0:2 @ of_c, wait 0:1 @ on_b, gather 0:0 @ on_b, wait 0:0 @ on_a, "
         "reduce 0:1 @ of_b, reduce 0:0 @ of_a]\n"
+        "reduce 0"
+    )
+
+
+def test_parameters_of_the_host_are_fetched_two_buckets_ahead() -> None:
+    assert placed(1, 1, 1, actions=TWO[:2], fetched=True) == (
+        "gather 0 [gather 0:0, gather 0:1]\n"
+        "0F0 [wait 0:0 @ on_a, gather 0:2 @ on_a, wait 0:1 @ on_b, wait 0:2 @ on_c]\n"
+        # all are still there
+        "0B0 [reduce 0:2 @ of_c, wait 0:1 @ on_b, wait 0:0 @ on_a, reduce 0:1 @ of_b, "
+        "reduce 0:0 @ of_a]\n"
         "reduce 0"
     )
 
