@@ -25,8 +25,8 @@ class Streams:
 
     While the rank computes, they run at the share `overlap` of their speed: collectives and kernels
     compete for multiprocessors and memory; those that do not have a share of their own. What is
-    waited for is exposed. `ended` holds the key,
-    the start and the end of each, in seconds since the start of the step, where it is `traced`.
+    waited for is exposed. `ended` holds the key, the start and the end of each, in seconds since
+    the start of the step, where it is `traced`.
     """
 
     overlap: float = 1.0

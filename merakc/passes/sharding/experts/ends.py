@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def ends_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:
     of rows that are dropped, unless they are the places of largest values.
     """
     makers, specs = {n.name: n for n in graph.nodes}, graph.specs()
-    nodes = _between(graph, makers, ids, ends)
+    nodes = between(graph, {ids}, ends)
     if nodes is None:
         return False
     chain, known = (makers[ids.node], *nodes), graph.told(_known_chains)
@@ -109,14 +109,15 @@ def _ends_of_drawn(
     return True
 
 
-def _between(graph: Graph, makers: Mapping[str, Node], first: Ref, last: Ref) -> list[Node] | None:
-    """The nodes that make `last` of `first` and constants; None where it follows from more."""
+def between(graph: Graph, roots: Collection[Ref], last: Ref) -> list[Node] | None:
+    """The nodes that make `last` of the roots and constants; None where it follows from more."""
+    makers = {n.name: n for n in graph.nodes}
     needed: set[str] = set()
     waiting = [last]
     while waiting:
         ref = waiting.pop()
         maker = makers.get(ref.node)
-        if ref == first or ref.node in graph.constants:
+        if ref in roots or ref.node in graph.constants:
             continue
         if maker is None:
             return None

@@ -8,7 +8,7 @@ for the loss of their router, from which the rows that other ranks send must sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.passes.autodiff.interpret import run_node
 from merakc.passes.sharding.dims import given, signature
-from merakc.passes.sharding.experts.ends import ATTEMPTS, GROUPED, SORTS
+from merakc.passes.sharding.experts.ends import ATTEMPTS, GROUPED, SORTS, between
 
 SELECT, INDEX = "aten.index_select.default", "aten.index.Tensor"
 ARGSORTS = {"aten.argsort.default": "aten.sort.default", "aten.argsort.stable": "aten.sort.stable"}
@@ -82,7 +82,7 @@ def _counted_apart(graph: Graph, sort: Node, ends: Ref) -> Graph:
     all others what is counted from the unsorted ones, where both give the same.
     """
     roots = Ref(sort.name), sort.args[0]
-    chain = _between(graph, roots, ends)
+    chain = between(graph, roots, ends)
     if not chain:
         return graph
     names = {node.name for node in chain}
@@ -90,7 +90,7 @@ def _counted_apart(graph: Graph, sort: Node, ends: Ref) -> Graph:
     outside = [r for n in graph.nodes if n.name not in names | products for r in n.refs]
     read = {r for r in (*outside, *(o.ref for o in graph.outputs)) if r.node in names}
     is_sorted = all(sort.args[0] not in node.refs for node in chain)
-    if (is_sorted and not read) or not _same(graph, chain, roots, {ends, *read}):
+    if (is_sorted and not read) or not _same(graph, chain, roots, [ends, *read]):
         return graph
     copies = {ref: Ref(f"{ref.node}.sorted", ref.index) for n in chain for ref in n.outs}
     of_sorted = _named(chain, copies | {roots[1]: roots[0]})
@@ -122,30 +122,12 @@ def _named(chain: Sequence[Node], now: Mapping[Ref, Ref]) -> list[Node]:
     ]  # fmt: skip
 
 
-def _between(graph: Graph, roots: Collection[Ref], last: Ref) -> list[Node]:
-    """The nodes that make `last` of the roots and of constants; none where it follows from more."""
-    makers = {n.name: n for n in graph.nodes}
-    needed, waiting = set[str](), [last]
-    while waiting:
-        ref = waiting.pop()
-        if ref in roots or ref.node in graph.constants:
-            continue
-        if ref.node not in makers:
-            return []
-        if ref.node not in needed:
-            needed.add(ref.node)
-            waiting += makers[ref.node].refs
-    return [n for n in graph.nodes if n.name in needed]
-
-
-def _same(
-    graph: Graph, chain: Sequence[Node], roots: tuple[Ref, Ref], read: Collection[Ref]
-) -> bool:
-    """Whether what is read of a chain is the same of numbers as of the sorted ones: computed, for
-    numbers at random.
+def _same(graph: Graph, chain: Sequence[Node], roots: tuple[Ref, Ref], read: Sequence[Ref]) -> bool:
+    """Whether what is read of a chain, the ends of groups first, is the same of numbers as of the
+    sorted ones: computed, for numbers of groups at random.
     """
     spec, draw = graph.specs()[roots[0]], torch.Generator().manual_seed(0)
-    groups = max(graph.specs()[ref].numel for ref in read)
+    groups = graph.specs()[read[0]].numel
     for least, most in [(0, groups)] * ATTEMPTS + [(-1, groups + 1)] * ATTEMPTS:
         drawn = torch.randint(least, most, spec.shape, generator=draw).to(spec.dtype)
         found: list[list[torch.Tensor]] = []
