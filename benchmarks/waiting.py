@@ -95,6 +95,34 @@ class HostLink:
         return partial(self.device.wait_until, self.free_s[back])
 
 
+class HostStreams:
+    """Those of a device that only waits, beside a link; see `merakc.runtime.streams.Streams`."""
+
+    def __init__(self, device: Device, link: HostLink) -> None:
+        self.device, self.copy = device, link.copy
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is aside takes no time but a link's."""
+        yield
+
+    def mark(self) -> float:
+        """When all is computed that was taken up so far."""
+        return self.device.busy_until_s
+
+    def join(self, mark: float) -> None:
+        """The device idles until then."""
+        self.device.wait_until(mark)
+
+    def wait(self, mark: float) -> None:
+        """The host stands still until then."""
+        time.sleep(max(0.0, mark - time.perf_counter()))
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """It is there."""
+        return tensor
+
+
 @contextmanager
 def standing_in(device: Device) -> Iterator[None]:
     """Graphs that are compiled meanwhile run on the device."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from merakc.train.layers.sharing import Sharing, share_layers
     from merakc.train.layers.untying import untie_layers
     from merakc.train.model import ParallelModel
+    from merakc.train.parameters.in_backward import step_in_backward
     from merakc.train.parameters.optimizers import declare_elementwise
     from merakc.version import __version__
 
@@ -48,6 +49,7 @@ _PLACES = {
     "untie_layers": "train.layers.untying",
     "ParallelModel": "train.model",
     "declare_elementwise": "train.parameters.optimizers",
+    "step_in_backward": "train.parameters.in_backward",
     "__version__": "version",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "sampler",
     "save",
     "share_layers",
+    "step_in_backward",
     "untie_layers",
 ]
 

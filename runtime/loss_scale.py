@@ -71,7 +71,7 @@ class LossScale:
         """
         if self.on_nonfinite == "ignore":
             return None
-        return _unscaled(gradients.values(), 1 / self.scale)
+        return unscaled(gradients.values(), 1 / self.scale)
 
     def goes_on(self, *, finite: bool) -> bool:
         """Notes whether a step was finite on all ranks, from which the scale of the next follows:
@@ -97,9 +97,9 @@ class LossScale:
         return self.on_nonfinite == "skip"
 
 
-def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor | None:
+def unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor | None:
     """Multiplies them, in one pass, which is as fast as reading them: so that it costs nothing to
-    look at them all.
+    look at them all. A number above zero where one is not finite; None of no elements.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for own in gradients:

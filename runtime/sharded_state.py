@@ -5,9 +5,10 @@ gradients reduced as soon as they are complete.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,31 @@ from merakc.ir.state import StateShards
 from merakc.runtime.groups import ShardGroups
 from merakc.runtime.shards import Bucket
 from merakc.runtime.state import Pieces
+from merakc.runtime.streams import Mark
 
 Tensors = dict[str, torch.Tensor]
 GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
+
+
+class Updates(Protocol):
+    """What updates what lives beside the device as soon as its gradients are there."""
+
+    def step(self, doubtful: Collection[str]) -> AbstractContextManager[None]:
+        """The run of a training step, in which perhaps some of the `doubtful` parameters are not
+        used: those
+        wait for the optimizer's step.
+        """
+
+    def ended(self, gradients: Tensors) -> Callable[[float], None]:
+        """Takes those that were used out of a step's gradients; what it returns is to be called in
+        the backward of the loss, with its gradient.
+        """
+
+    def arrives(self, bucket: Bucket, mark: Mark) -> None:
+        """The gradients of a bucket come down, and are there behind a mark."""
+
+    def finish(self) -> None:
+        """Waits for all updates of a step."""
 
 
 class ShardedState:
@@ -72,6 +95,7 @@ class ShardedState:
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
         self.reducing: deque[Bucket] = deque()
+        self._updates: Updates | None = None
         self.held: dict[Bucket, torch.Tensor] = {}  # whole ones
         self.unread: set[Bucket] = set()  # those of them that were gathered ahead
         self.current: Bucket | None = None  # the one of them that was read last
@@ -231,7 +255,20 @@ class ShardedState:
             if names:
                 gradients = bucket.take_gradients()
                 found |= {name: gradients[name] for name in names}
+        if self.updates is not None:
+            self.updates.finish()
         return found
+
+    @property
+    def updates(self) -> Updates | None:
+        """What updates what lives beside the device as its gradients come down."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, given: Updates) -> None:
+        self._updates = given
+        for bucket in self.buckets:
+            bucket.comes_down = given.arrives
 
     def wholes(self, parts: Mapping[str, torch.Tensor]) -> Iterator[Pieces]:
         """Whole tensors from the parts of them that the ranks own, a bucket at a time."""

@@ -13,7 +13,7 @@ neighbours; its part of that shard, i div s_p, is what it optimizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from merakc.ir.precision import Precision
 from merakc.runtime.groups import ShardGroups, all_gather, reduce_scatter
 from merakc.runtime.host import HOST, brought_down, brought_up, empty, fetch
-from merakc.runtime.streams import Running, Work, streams_of, wait_for
+from merakc.runtime.streams import Mark, Running, Work, streams_of, wait_for
 
 Tensors = dict[str, torch.Tensor]
 
@@ -102,6 +102,7 @@ class Bucket:
         self.owned_size, self.owned_at = self._shard(shards.optimizer, groups.owned_index)
         self.on_host = on_host
         self.gradient_dtype = precision.dtype("gradients") if precision else first.dtype
+        self.comes_down: Callable[[Bucket, Mark], None] | None = None  # its gradient, behind a mark
         self.is_tied = False  # whether ranks of other stages add gradients, once these are reduced
         self.has_master = precision is not None or (on_host and not fetched)
         self.kept = self._made_kept(flat, precision)
@@ -311,6 +312,9 @@ class Bucket:
         assert self.gradient is not None, "no gradients were reduced"
         own = self.reducing.lend(self.gradient)
         self.gradient = brought_down(own, self.master.dtype)
+        if self.comes_down is not None:
+            streams = self.reducing.streams
+            self.comes_down(self, streams.mark() if streams else None)
         yield from ()
 
     def _take_sum(self) -> torch.Tensor:
@@ -347,8 +351,15 @@ class Bucket:
         self.reducing.settle()
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, "no gradients were reduced"
-        gradient = gradient.to(self.master.dtype)
-        return {n: m.shaped(m.part(gradient, self.owned_at)) for n, m in self.members.items()}
+        return self._parts(gradient.to(self.master.dtype))
+
+    def parts_of_gradient(self) -> Tensors:
+        """The gradients of what this rank owns, beside the device, where they may still come to."""
+        assert self.gradient is not None, "no gradients come down"
+        return self._parts(self.gradient)
+
+    def _parts(self, flat: torch.Tensor) -> Tensors:
+        return {n: m.shaped(m.part(flat, self.owned_at)) for n, m in self.members.items()}
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> Tensors:
         """Whole tensors like the parameters from the parts of them that the ranks own. Collective.

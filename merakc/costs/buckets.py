@@ -37,7 +37,7 @@ def bucket_seconds(
 
     What is gathered travels in the dtype that is computed with, gradients in their own where they
     are scattered, and in float32 or wider where they are reduced whole. What is fetched comes from
-    the `host`.
+    the `host`; gradients go there of what it updates.
     """
     found: dict[tuple[str, CollectiveKind], float] = {}
     for spec in buckets:
@@ -51,6 +51,9 @@ def bucket_seconds(
         if spec.fetched and host is not None:
             own_bytes = computed.itemsize * spec.numel / spec.shards.parameters
             found[spec.name, CollectiveKind.GATHER] += host.up.seconds(own_bytes)
+        if spec.on_host and host is not None:
+            own_bytes = spec.dtype.itemsize * spec.numel / spec.shards.optimizer
+            found[spec.name, CollectiveKind.REDUCE] += host.down.seconds(own_bytes)
     return found
 
 

@@ -117,8 +117,8 @@ class CostTable:
 
     Pairs of pipeline ranks of the `mesh` that are `crossing` from node to node are joined by `far`.
     `collective_s` are seconds of a bucket's collectives over dp, which run at the share `overlap`
-    of their speed while the rank computes; buckets that are `copied` from the host come at all of
-    it. `collectives` are those of the stages' graphs, whose seconds are in the stages' costs.
+    of their speed while the rank computes; what is `copied` from or to the host goes at all of it.
+    `collectives` are those of the stages' graphs, whose seconds are in the stages' costs.
 
     `sharing` is what the ranks of a node share, of which there are `ranks` in all; seconds are then
     those of a rank that computes alone.
@@ -132,7 +132,7 @@ class CostTable:
         default_factory=dict, hash=False
     )
     overlap: float = 1.0
-    copied: frozenset[str] = frozenset()
+    copied: frozenset[tuple[str, CollectiveKind]] = frozenset()
     collectives: GraphCollectives = field(default_factory=dict, hash=False)
     sharing: Sharing | None = None
     ranks: int = 0

@@ -122,8 +122,8 @@ class Plan(Strategy):
 
     @property
     def has_collectives(self) -> bool:
-        """Whether buckets are gathered or reduced: over dp, or from the host."""
-        return self.state_ranks > 1 or bool(self.host_parameters)
+        """Whether buckets are gathered or reduced: over dp, or from and to the host."""
+        return self.state_ranks > 1 or bool(self.on_host)
 
     @property
     def updates_what_it_keeps(self) -> bool:

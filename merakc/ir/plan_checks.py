@@ -125,7 +125,7 @@ def _beside(file: Values) -> Iterator[str]:
         some = (0, plan["pp"])
         lengths = (
             ("peak_bytes", (plan["pp"],)), ("exposed_s", some), ("host_s", some),
-            ("host_bytes", some),
+            ("host_left_s", some), ("host_bytes", some),
         )  # fmt: skip
         for name, allowed in lengths:
             if len(prediction[name]) not in allowed:

@@ -20,7 +20,7 @@ from merakc.machines.cluster import Sharing
 from merakc.machines.cluster_files import check_hardware
 from merakc.version import __version__
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 
 
@@ -30,8 +30,9 @@ class Prediction:
 
     The latter are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
     share of its seconds that each stage saves by tp communication under computation. `host_s` are,
-    per pipeline rank, the seconds in which gradients go to the host, it updates, and what it has
-    updated comes back: none of them is in `step_s`, as the optimizer's are not. `host_bytes` are,
+    per pipeline rank, the seconds in which the host updates, and what it has updated comes back:
+    none of them is in `step_s`, as the optimizer's are not; `host_left_s` what
+    is left of them where `merakc.step_in_backward` was called. `host_bytes` are,
     per pipeline rank, the most of its micro-batches' values that waits there; empty, none does.
     """
 
@@ -41,6 +42,7 @@ class Prediction:
     exposed_s: tuple[float, ...] = ()
     overlap_gains: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
+    host_left_s: tuple[float, ...] = ()
     host_bytes: tuple[int, ...] = ()
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from merakc.costs.buckets import bucket_seconds, dp_group, mesh_fabric, tied_seconds
 from merakc.costs.device import place_on
 from merakc.costs.head import even_layout, with_head
-from merakc.costs.host import moved_seconds
+from merakc.costs.host import HostUpdate, host_update, left_seconds
 from merakc.costs.pipeline_links import pipeline_links
 from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster
@@ -19,7 +19,7 @@ from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
-from merakc.ir.program import CollectiveKind
+from merakc.ir.program import CollectiveKind, Mesh
 from merakc.lowering.graph_costs import graph_costs
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
@@ -74,14 +74,17 @@ def prediction_of(
     simulated, otherwise these are all.
     """
     places = range(lowered.plan.pp) if places is None else places
-    moves = bool(lowered.plan.host_activations)
+    moves, updates = bool(lowered.plan.host_activations), _host_updates(lowered, cluster)
     return Prediction(
         simulation.step_s,
         simulation.bubble_share,
         tuple(simulation.peak_bytes[k] for k in places),
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
-        host_s=_host_seconds(lowered, cluster),
+        host_s=tuple(sum(u.update_s + u.up_s for u in own.values()) for own in updates),
+        host_left_s=_host_left(updates, simulation, lowered.plan.mesh)
+        if simulation.collectives
+        else (),
         host_bytes=tuple(simulation.host_bytes[k] for k in places) if moves else (),
     )
 
@@ -108,31 +111,54 @@ def cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...])
     )
 
 
-def _host_seconds(lowered: Lowered, cluster: Cluster) -> tuple[float, ...]:
-    """Seconds of each pipeline rank in which its host updates, with the way there and back."""
+def _host_updates(lowered: Lowered, cluster: Cluster) -> list[dict[str, HostUpdate]]:
+    """Of each pipeline rank the buckets that its host updates; none where no rank's does."""
     plan, host = lowered.plan, cluster.host
     if not plan.host_states or host is None:
-        return ()
-    found = [0.0] * plan.pp
-    for rank, buckets in enumerate(lowered.buckets):
+        return []
+    found: list[dict[str, HostUpdate]] = [{} for _ in range(plan.pp)]
+    for own, buckets in zip(found, lowered.buckets, strict=True):
         for spec in buckets:
             if spec.on_host:
                 kept = spec.dtype.itemsize
                 computed = plan.precision.dtype("compute") if plan.precision else spec.dtype
                 up_bytes = 0 if spec.fetched else computed.itemsize  # comes as it is read
                 sizes = Precision(up_bytes, kept, (OPTIMIZER_STATES + 1) * kept)
-                found[rank] += moved_seconds(-(-spec.numel // spec.shards.optimizer), sizes, host)
+                own[spec.name] = host_update(-(-spec.numel // spec.shards.optimizer), sizes, host)
+    return found
+
+
+def _host_left(
+    updates: Sequence[Mapping[str, HostUpdate]], simulation: Simulation, mesh: Mesh
+) -> tuple[float, ...]:
+    """Of each pipeline rank what is left behind a step where updates run in the backward."""
+    ends: dict[tuple[int, str], float] = {}
+    for event in simulation.collectives:
+        key = mesh.coordinates(event.rank)[1], event.label
+        ends[key] = max(event.end_s, ends.get(key, 0.0))
+    found = []
+    for rank, own in enumerate(updates):
+        at = (
+            (ends.get((rank, f"{CollectiveKind.REDUCE} {n}"), simulation.step_s), u)
+            for n, u in own.items()
+        )
+        found.append(left_seconds(at, simulation.step_s))
     return tuple(found)
 
 
-def _copied(lowered: Lowered, cluster: Cluster) -> frozenset[str]:
-    """The buckets that nothing but a copy brings, which has engines of its own: those that are
-    fetched whole, but by cores that compute, too.
+def _copied(lowered: Lowered, cluster: Cluster) -> frozenset[tuple[str, CollectiveKind]]:
+    """What nothing but a copy does, by engines of its own: bringing buckets that are fetched whole,
+    and gradients to the host that no other rank has; but by cores that compute, too.
     """
-    if mesh_fabric(lowered.plan.mesh, cluster).by_cores:
+    plan, found = lowered.plan, set[tuple[str, CollectiveKind]]()
+    if mesh_fabric(plan.mesh, cluster).by_cores:
         return frozenset()
-    every = (b for own in lowered.buckets for b in own)
-    return frozenset(b.name for b in every if b.fetched and b.shards.parameters == 1)
+    for bucket in (b for own in lowered.buckets for b in own):
+        if bucket.fetched and bucket.shards.parameters == 1:
+            found.add((bucket.name, CollectiveKind.GATHER))
+        if bucket.on_host and plan.state_ranks == 1:
+            found.add((bucket.name, CollectiveKind.REDUCE))
+    return frozenset(found)
 
 
 def _collective_seconds(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from merakc.costs.host import host_bytes, moved_seconds
+from merakc.costs.host import host_bytes, host_update
 from merakc.costs.stages import optimizer_seconds
 from merakc.ir.offload import NONE, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.state import StateShards
@@ -92,7 +92,7 @@ def moved(found: Iterable[Priced], job: Job, host: Host, *, everything: bool) ->
             stays = 0 if everything else min(owned, spare)
             peaks.append(peak + stays * precision.optimizer_bytes)
             seconds.append(optimizer_seconds(stays, precision, job.places[rank]))
-            seconds[-1] += moved_seconds(owned - stays, precision, host)
+            seconds[-1] += host_update(owned - stays, precision, host).total_s
             most_bytes = max(most_bytes, host_bytes(owned - stays, precision))
         if most_bytes <= host.memory_bytes:
             optimizer_s = max(seconds)

@@ -110,7 +110,10 @@ def _offload(plan: Plan, prediction: Prediction | None) -> str:
         parts.append(f"{', '.join(shares)} of what stages keep for backwards")
     if plan.host_states:
         host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
+        left_s = max(prediction.host_left_s, default=host_s) if prediction else host_s
         took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
+        if left_s < host_s:
+            took += f" ({format_seconds(left_s)} with merakc.step_in_backward)"
         parts.append(f"state of {count_of(len(plan.host_states), 'parameter')}{took}")
     if plan.host_parameters:
         parts.append(f"{count_of(len(plan.host_parameters), 'parameter')}, fetched when read")

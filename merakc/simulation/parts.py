@@ -42,9 +42,7 @@ def parts_of(
             yield from _wait(clock, [(collective.bucket, kind) for kind in GATHERING])
         else:
             key = collective.bucket, collective.kind
-            is_gather = collective.kind is CollectiveKind.GATHER
-            is_copy = is_gather and collective.bucket in costs.copied
-            clock.post(key, costs.collective_s[key], 1.0 if is_copy else None)
+            clock.post(key, costs.collective_s[key], 1.0 if key in costs.copied else None)
     if action.kind is ActionKind.REDUCE:
         yield from _wait(clock)
     yield Compute(seconds * (1.0 - done))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name
 from merakc.train.outside.caches import cache_in
-from merakc.train.outside.deferred import unreachable, values_in
+from merakc.train.outside.deferred import of_evaluation, values_in
 from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.within import Adapted
@@ -46,20 +46,6 @@ from merakc.train.parameters.replicas import Replicas
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
-
-
-_EVALUATION = (
-    "backward() of what a call in evaluation mode gives, of which no step was taken: call "
-    "model.train() before the loop (from_pretrained returns models in evaluation mode)"
-)
-
-
-def _of_evaluation(tensor: torch.Tensor) -> torch.Tensor:
-    """What a call gives that trains nothing, where one process could go back through it."""
-    if not torch.is_grad_enabled() or not tensor.is_floating_point():
-        return tensor
-    found: torch.Tensor = unreachable(lambda: tensor, _EVALUATION)
-    return found
 
 
 class ParallelModel(Forwards):
@@ -240,16 +226,14 @@ class ParallelModel(Forwards):
             if not train:
                 found = self._results(step, args, kwargs)
                 learns = any(p.requires_grad for p in self.parameters())
-                return (
-                    pytree.tree_map_only(torch.Tensor, _of_evaluation, found) if learns else found
-                )
+                return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
             return Pending(steps, step, args, kwargs, train=partial(self._run, train=True)).answer(
                 {}
             )
         taken = self._run(step, args, kwargs, train=train)
         pending, loss = Pending(steps, step, args, kwargs, taken), taken[0]
         if not train and any(p.requires_grad for p in self.parameters()):
-            loss = _of_evaluation(loss)
+            loss = of_evaluation(loss)
         return pending.answer({loss_name(step.recording): loss})
 
     def _run(
@@ -265,7 +249,10 @@ class ParallelModel(Forwards):
         if step.recording.asks:
             check_trained(step.recording.asks, self._own("_trained") | self._own("_empty"))
         book = self._own("_book") if train else None
-        with book.step() if book else nullcontext():
+        updates = steps.sharded.updates if train and steps.sharded else None
+        with ExitStack() as around:
+            for each in (book and book.step(), updates and updates.step(step.doubtful)):
+                around.enter_context(each or nullcontext())
             result = steps.run(step, args, kwargs)
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
@@ -297,10 +284,12 @@ class ParallelModel(Forwards):
         # In one order on all ranks, so that hooks that ask for norms ask for the same ones.
         order = (n for n in self._own("_owners").place if n in every)
         wanted = [(n, every[n]) for n in order if every[n].requires_grad]
+        sharded = self._own("_steps").sharded
+        behind = sharded.updates.ended(gradients) if sharded and sharded.updates else None
         found = [torch.empty_like(plain(p)) if n in empty else gradients.get(n) for n, p in wanted]
         if not wanted:  # of a step that was skipped, or where all is frozen
             return loss.requires_grad_(skipped), found
-        return HandOut.apply(loss, found, *(p for _, p in wanted)), found  # type: ignore[no-untyped-call]
+        return HandOut.apply(loss, found, behind, *(p for _, p in wanted)), found  # type: ignore[no-untyped-call]
 
     def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
         """The first module of which the next step, on this batch, makes something that is not

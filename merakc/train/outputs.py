@@ -19,10 +19,14 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *_: Any
+        ctx: Any,
+        loss: torch.Tensor,
+        gradients: list[torch.Tensor | None],
+        behind: Callable[[float], None] | None,
+        *_: Any,
     ) -> torch.Tensor:
-        """The loss; `gradients` wait for its backward."""
-        ctx.gradients = gradients
+        """The loss; `gradients` wait for its backward, which calls `behind` with its own."""
+        ctx.gradients, ctx.behind = gradients, behind
         return loss.clone()
 
     @staticmethod
@@ -44,9 +48,11 @@ class HandOut(torch.autograd.Function):
                 "once: call the model again"
             )
         scale = grad.item()
+        if ctx.behind is not None:
+            ctx.behind(scale)
         handed = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
         gradients.clear()  # whoever looks sees that they are gone
-        return None, None, *handed
+        return None, None, None, *handed
 
 
 def check_finite(recording: Recording, loss: torch.Tensor) -> None:

@@ -26,6 +26,12 @@ _METHODS = frozenset({
 })  # fmt: skip
 
 
+_EVALUATION = (
+    "backward() of what a call in evaluation mode gives, of which no step was taken: call "
+    "model.train() before the loop (from_pretrained returns models in evaluation mode)"
+)
+
+
 class Source(Protocol):
     """What deferred tensors come of."""
 
@@ -114,6 +120,14 @@ def deferred(
 def unreachable(made: Callable[[], Any], why: str) -> Any:
     """A tensor that says it has a history, and raises `ConfigError` where that is gone back."""
     return _Unreachable.apply(torch.empty(0, requires_grad=True), made, why)  # type: ignore[no-untyped-call]
+
+
+def of_evaluation(tensor: torch.Tensor) -> torch.Tensor:
+    """What a call gives that trains nothing, where one process could go back through it."""
+    if not torch.is_grad_enabled() or not tensor.is_floating_point():
+        return tensor
+    found: torch.Tensor = unreachable(lambda: tensor, _EVALUATION)
+    return found
 
 
 class _Unreachable(torch.autograd.Function):

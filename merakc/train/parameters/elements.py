@@ -161,7 +161,7 @@ class _Tell:
     @torch.enable_grad()  # or users could write to it under `no_grad` alone
     def __call__(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is not None and type(gradient) is not Elements:
+        if type(gradient) is torch.Tensor:
             parameter.grad = _of(self.source, gradient)
 
     def __deepcopy__(self, _: object) -> _Tell:

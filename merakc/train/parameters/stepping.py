@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from types import FrameType
 from typing import Any
@@ -14,8 +16,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 
-class _State:
-    """The frame of the optimizer's step that runs, if one does."""
+class _State(threading.local):
+    """The frame of the optimizer's step that runs in a thread, if one does."""
 
     frame: FrameType | None = None
 
@@ -33,6 +35,16 @@ def is_stepping() -> bool:
         return True
     _state.frame = None
     return False
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """A step that is taken without hooks."""
+    _state.frame = sys._getframe(2)
+    try:
+        yield
+    finally:
+        _state.frame = None
 
 
 def is_closure(given: Any) -> bool:

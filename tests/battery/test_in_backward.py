@@ -1,0 +1,221 @@
+"""Updates on the host in the backward train to the same bits as those in the optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.train.model import ParallelModel
+from tests.battery.small_models import Tensors, Words, parallel, part, warm_up, words
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"micro_batches": 2},
+    "some of it": {"micro_batches": 2, "offload": "optimizer, 6 kB"},
+    "zero-3": {"dp": 2, "state_shards": "zero-3", "micro_batches": 2},
+    "tp, bf16": {"dp": 1, "tp": 2, "precision": "bf16-mixed", "micro_batches": 2},
+    "tied, pp": {"dp": 1, "pp": 2, "micro_batches": 2},
+    "dp, pp, zb": {"dp": 2, "pp": 2, "micro_batches": 2, "schedule": "zb-h1"},
+    "fetched": {"micro_batches": 2, "offload": "parameters"},
+    "fetched, bf16": {"micro_batches": 2, "offload": "parameters", "precision": "bf16-mixed"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def _adamw(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
+    named = [*model.named_parameters()]
+    decay = {"params": [p for n, p in named if p.dim() > 1], "weight_decay": 0.1}
+    return torch.optim.AdamW([decay, {"params": [p for n, p in named if p.dim() <= 1]}], **more)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def _loop(model: ParallelModel, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
+    """Steps under a schedule; gradients are set to none behind the model's call."""
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))
+    losses = []
+    for number in numbers:
+        loss = model(**part(words(number), model))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rates.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trained(
+    layout: dict[str, Any], make: Callable[..., torch.optim.Optimizer], under: bool, folder: Path
+) -> tuple[list[float], Tensors, int]:
+    """Losses and weights of some steps, the last behind a load; and how many buckets a step has
+    updated in the backward.
+    """
+    model = parallel(lambda: Words(blocks=2), words(0), **{"offload": "optimizer", **layout})
+    optimizer, counted = make(model), [0]
+    if under:
+        merakc.step_in_backward(model, optimizer)
+        sharded = model._own("_steps").sharded
+        for bucket in sharded.buckets:
+            plain = bucket.comes_down
+
+            def counts(own: Any, mark: Any, plain: Any = plain) -> None:
+                counted[0] += 1
+                plain(own, mark)
+
+            bucket.comes_down = counts
+    losses = _loop(model, optimizer, range(3))
+    merakc.save(folder, model, optimizer)
+    losses += _loop(model, optimizer, range(3, 5))
+    merakc.load(folder, model, optimizer)
+    losses += _loop(model, optimizer, range(3, 4))
+    return losses, model.full_state_dict(), counted[0] // 6
+
+
+def both(layout: dict[str, Any], make: Callable[..., torch.optim.Optimizer], folder: Path) -> None:
+    plain_losses, weights, _ = trained(layout, make, False, folder / "plain")
+    losses, ours, updated = trained(layout, make, True, folder / "under")
+    assert losses == plain_losses
+    assert updated > 0
+    assert ours.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_bits_are_those_of_the_optimizers_step(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+    run_ranks(ranks, both, layout, _sgd if name == "fetched" else _adamw, tmp_path)
+
+
+def _ready(**layout: Any) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    given = {"micro_batches": 2, "offload": "optimizer", **layout}
+    model = parallel(lambda: Words(blocks=2), words(0), **given)
+    return model, _adamw(model)
+
+
+def _clips(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _clips_by_ours(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    model.clip_grad_norm_(1.0)
+
+
+def _changes_rate(_: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+
+
+def _empties(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+
+
+def _calls_again(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    model(**words(1))["loss"].backward()
+
+
+def _looks(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    float(next(p.grad for p in model.parameters()).sum())  # type: ignore[union-attr]
+
+
+REFUSED = {
+    _clips: "used already",
+    _clips_by_ours: "used already",
+    _changes_rate: "change learning rates",
+    _empties: "taken away",
+    _calls_again: "waits for optimizer.step",
+    _looks: "used already",
+}
+
+
+def one_step(way: Callable[[ParallelModel, torch.optim.Optimizer], None]) -> None:
+    model, optimizer = _ready()
+    merakc.step_in_backward(model, optimizer)
+    model(**words(0))["loss"].backward()
+    way(model, optimizer)
+    optimizer.step()
+
+
+def refuses() -> None:
+    for way, told in REFUSED.items():
+        with pytest.raises(merakc.MerakError, match=told):
+            one_step(way)
+    model, optimizer = _ready()
+    merakc.step_in_backward(model, optimizer)
+    with pytest.raises(merakc.MerakError, match=r"the gradient of the loss is 0\.5"):
+        (model(**words(0))["loss"] / 2).backward()
+    with pytest.raises(merakc.MerakError, match=r"waits for loss.backward\(\)"):
+        model(**words(0))
+    with pytest.raises(merakc.MerakError, match=r"waits for loss.backward\(\)"):
+        optimizer.step()
+    model.eval()
+    assert model(**words(0))["loss"].item() > 0  # no step
+
+
+def test_what_comes_too_late_is_refused() -> None:
+    run_ranks(1, refuses)
+
+
+class CountsInGroups(torch.optim.SGD):
+    """As some that are free of schedules."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+        return super().step(closure)
+
+
+def not_taken() -> None:
+    model, optimizer = _ready(on_nonfinite="skip")
+    with pytest.raises(merakc.MerakError, match="left out"):
+        merakc.step_in_backward(model, optimizer)
+    model, _ = _ready()
+    with pytest.raises(merakc.MerakError, match="LBFGS"):
+        merakc.step_in_backward(model, torch.optim.LBFGS(model.parameters()))
+    counts = CountsInGroups(model.parameters(), lr=0.1)
+    merakc.step_in_backward(model, counts)
+    with pytest.raises(merakc.MerakError, match="changes its parameter groups"):
+        model(**words(0))["loss"].backward()
+    model, optimizer = _ready(offload="none")
+    before = copy.deepcopy(model.full_state_dict())
+    merakc.step_in_backward(model, optimizer)
+    model(**words(0))["loss"].backward()
+    assert model.clip_grad_norm_(1.0) > 0
+    optimizer.step()
+    assert any(not torch.equal(before[n], v) for n, v in model.full_state_dict().items())
+
+
+def test_what_cannot_step_there_is_refused() -> None:
+    run_ranks(1, not_taken)
+
+
+def infinite() -> None:
+    model, optimizer = _ready()
+    merakc.step_in_backward(model, optimizer)
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(torch.inf)
+    before = copy.deepcopy(model.full_state_dict())
+    with pytest.raises(merakc.MerakError, match="not finite"):
+        model(**words(0))
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(before[name].nan_to_num(), value.nan_to_num()), name
+    with pytest.raises(merakc.MerakError, match="waits for the end of the last"):
+        model(**words(0))
+
+
+def test_gradients_that_are_not_finite_update_nothing() -> None:
+    run_ranks(1, infinite)
