@@ -12,7 +12,7 @@ from merakc.train.outputs import HandOut
 def test_gradients_are_handed_out_once() -> None:
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
     waiting = [torch.full((2,), 2.0), None]
-    loss = HandOut.apply(torch.tensor(3.0), waiting, first, second)
+    loss = HandOut.apply(torch.tensor(3.0), waiting, None, first, second)
     assert loss.item() == 3.0
     (0.5 * loss).backward()
     assert not waiting
@@ -25,7 +25,7 @@ def test_gradients_are_handed_out_once() -> None:
 
 def test_gradients_have_no_history() -> None:
     own = torch.ones(2, requires_grad=True)
-    loss = HandOut.apply(torch.tensor(3.0), [torch.full((2,), 2.0)], own)
+    loss = HandOut.apply(torch.tensor(3.0), [torch.full((2,), 2.0)], None, own)
     with pytest.raises(ConfigError, match="create_graph=True"):
         torch.autograd.grad(loss, own, create_graph=True)
     loss.backward()

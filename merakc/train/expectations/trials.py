@@ -130,7 +130,7 @@ def measure_around(steps: Steps, step: CompiledStep, example: Batch) -> float:
         _bring_zeros(steps, step)
         loss, _ = steps.share_loss(step, StepResult(None, gradients, [], (), ()))
         if given:
-            HandOut.apply(loss, [*gradients.values()], *given).backward()  # type: ignore[no-untyped-call]
+            HandOut.apply(loss, [*gradients.values()], None, *given).backward()  # type: ignore[no-untyped-call]
         wait_for(steps.device)
         seconds.append(time.perf_counter() - start_s)
     return max(together(lambda: median(seconds)))
