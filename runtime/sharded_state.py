@@ -33,8 +33,7 @@ class Updates(Protocol):
 
     def step(self, doubtful: Collection[str]) -> AbstractContextManager[None]:
         """The run of a training step, in which perhaps some of the `doubtful` parameters are not
-        used: those
-        wait for the optimizer's step.
+        used: those wait for the optimizer's step.
         """
 
     def ended(self, gradients: Tensors) -> Callable[[float], None]:
@@ -266,6 +265,7 @@ class ShardedState:
 
     @updates.setter
     def updates(self, given: Updates) -> None:
+        """Has gradients told to it as they come down."""
         self._updates = given
         for bucket in self.buckets:
             bucket.comes_down = given.arrives

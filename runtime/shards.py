@@ -90,7 +90,7 @@ class Bucket:
         self.members = dict(_members(tensors))
         self.total, first = sum(t.numel() for t in tensors.values()), next(iter(tensors.values()))
         self.numel = math.ceil(self.total / shards.optimizer) * shards.optimizer
-        self.device, self.fetched = device or first.device, fetched
+        self.device, self.fetched, self.on_host = device or first.device, fetched, on_host
         flat = torch.zeros(
             self.numel, dtype=precision.dtype("master") if precision else first.dtype,
             device=HOST if fetched else self.device,
@@ -100,7 +100,6 @@ class Bucket:
                 member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
         self.kept_size, self.kept_at = self._shard(shards.parameters, groups.parameter_index)
         self.owned_size, self.owned_at = self._shard(shards.optimizer, groups.owned_index)
-        self.on_host = on_host
         self.gradient_dtype = precision.dtype("gradients") if precision else first.dtype
         self.comes_down: Callable[[Bucket, Mark], None] | None = None  # its gradient, behind a mark
         self.is_tied = False  # whether ranks of other stages add gradients, once these are reduced

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-import merakc
 from benchmarks.peers.training import Contestant, Training, adamw, plain_step
+from merakc import auto_parallel  # its code is nobody's memory
 
 
 def build(training: Training, form: str, rank: int) -> Contestant:
@@ -17,9 +17,7 @@ def build(training: Training, form: str, rank: int) -> Contestant:
     if form == "torchs-products":
         torch.backends.mkldnn.set_flags(_enabled=False)
     overlap = int(form.removeprefix("overlap-")) if form.startswith("overlap-") else None
-    model = merakc.auto_parallel(
-        model, example, dp=dp, tp=tp, pp=pp, micro_batches=parts, overlap=overlap
-    )
+    model = auto_parallel(model, example, dp=dp, tp=tp, pp=pp, micro_batches=parts, overlap=overlap)
     optimizer = adamw(model.parameters())
 
     return Contestant(

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import host_link
-from benchmarks.host_link import Row, linked, measured, rows, texts_of
+from benchmarks.host_link import BEHIND, UNDER, Row, linked, measured, rows, texts_of
 from benchmarks.overlap_steps import Size
 from merakc.ir.offload import ACTIVATIONS, PARAMETERS
 
@@ -22,6 +22,10 @@ def test_what_is_asked_for() -> None:
     fetched = replace(ROW, kind=PARAMETERS, share=1.0, step_s=1.04)
     assert fetched.passed
     assert not replace(fetched, ratio=0.5).passed
+    under = replace(ROW, kind=UNDER, ratio=0.25)
+    assert under.passed
+    assert not replace(under, step_s=1.06).passed
+    assert replace(under, kind=BEHIND, step_s=1.06, simulated_s=1.06).passed
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,13 +34,17 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_link, "RATIOS", (0.2, 8.0))
     monkeypatch.setattr(host_link, "SHARES", (1.0,))
     monkeypatch.setattr(host_link, "FETCHED_RATIOS", (0.2, 8.0))
-    hidden, waits, come, late = rows(1, Console(quiet=True))
+    monkeypatch.setattr(host_link, "UPDATE_RATIOS", (0.5,))
+    hidden, waits, come, late, behind, under = rows(1, Console(quiet=True))
     assert 0 < hidden.host_bytes == waits.host_bytes
     assert waits.step_s > 7 * waits.without_s > 2 * hidden.step_s
     assert 0 < come.host_bytes == late.host_bytes
     assert (
         late.step_s > 2 * late.without_s > come.step_s
     )  # its two buckets stay once they are there
+    # One bucket comes last, and hides nothing.
+    assert behind.simulated_s == pytest.approx(under.simulated_s)
+    assert min(behind.step_s, under.step_s) > 1.2 * under.without_s
     assert [len(row) for row in texts_of([hidden, late])] == [9, 9, 9]
 
 

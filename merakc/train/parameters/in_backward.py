@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from merakc.errors import ConfigError
@@ -26,9 +27,6 @@ from merakc.runtime.shards import Bucket
 from merakc.runtime.streams import Mark, streams_of
 from merakc.train.parameters.optimizers import bringing, check, is_by_parameter
 from merakc.train.parameters.stepping import stepping
-
-if TYPE_CHECKING:
-    from merakc.train.model import ParallelModel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -228,7 +226,7 @@ def step_of(optimizer: Optimizer, wanted: Set[torch.Tensor]) -> None:
             )
 
 
-def step_in_backward(model: ParallelModel, optimizer: Optimizer) -> None:
+def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
     """Has an optimizer update what lives on the host (`offload=`) in the backward: each bucket as
     soon as its gradients have come down, by a thread, while the device computes on. Call it once,
     before the loop, which stays as it is; `optimizer.step()` updates the rest.
@@ -236,11 +234,16 @@ def step_in_backward(model: ParallelModel, optimizer: Optimizer) -> None:
     Gradients that an update has used are not there any more: what reads them, as clipping does, is
     refused. A model of which nothing lives on the host trains as ever.
 
-    Raises `ConfigError` for an optimizer that does not update every parameter by its own gradient
-    and state alone, and where steps are to be left out that are not finite (`fp16-mixed`,
-    `on_nonfinite="skip"`): what is updated cannot be taken back.
+    Raises `ConfigError` for a model that `auto_parallel` did not return, for an optimizer that does
+    not update every parameter by its own gradient and state alone, and where steps are to be left
+    out that are not finite (`fp16-mixed`, `on_nonfinite="skip"`): no update can be taken back.
     """
-    steps = model._own("_steps")
+    own: Any = getattr(model, "_own", None)
+    if own is None:
+        raise ConfigError(
+            f"step_in_backward: this {type(model).__name__} is not what auto_parallel returned"
+        )
+    steps = own("_steps")
     sharded, scale = steps.sharded, steps.loss_scale
     if sharded is None or not any(b.on_host and b.is_trained for b in sharded.buckets):
         return
