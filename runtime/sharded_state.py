@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,12 @@ GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 
 class Updates(Protocol):
     """What updates what lives beside the device as soon as its gradients are there."""
+
+    def check(self) -> None:
+        """Raises `ConfigError` where the last step waits for its end in the user's loop."""
+
+    def loading(self, optimizers: Collection[Any]) -> AbstractContextManager[None]:
+        """While weights are loaded, and the state of these optimizers."""
 
     def step(self, doubtful: Collection[str]) -> AbstractContextManager[None]:
         """The run of a training step, in which perhaps some of the `doubtful` parameters are not
@@ -102,6 +108,8 @@ class ShardedState:
 
     def begin(self, trained: Set[str], made: Collection[str]) -> None:
         """Starts a step in which these parameters get gradients, and this rank makes those."""
+        if self._updates is not None:
+            self._updates.check()
         if trained is not self.trained or made is not self.made:
             self.trained, self.made = trained, made
             self.wanted = {b: {n for n in b.members if n in made} for b in self.buckets}

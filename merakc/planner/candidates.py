@@ -161,7 +161,7 @@ def open_strategies(
 ) -> Iterator[Strategy]:
     """All strategies of a request that divide; the `result` is told of what cannot be split."""
     table, node = result.table, hardware.nodes[0].devices
-    for form in open_forms(request, node):
+    for form in open_forms(request, node, table.experts):
         progress(f"splitting over {form}" + " and sequences" * form.sequence_parallel)
         try:
             pieces = table.pieces(form, 1)

@@ -13,14 +13,14 @@ from itertools import islice
 
 from merakc.costs import state
 from merakc.costs.work.scaled import SAMPLES
-from merakc.errors import MerakError
+from merakc.errors import MerakError, ShardError
 from merakc.ir.graph import InputKind
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
 from merakc.planner.candidates import Candidates, find_candidates
-from merakc.planner.forms import open_forms
+from merakc.planner.forms import experts_of, open_forms
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.pricing import FAR, Candidate
 from merakc.planner.request import Request, meshes
@@ -180,14 +180,20 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
         return None
     local = request.local_batch_size(mesh.dp)
     assert local is not None, "the request is checked"
-    forms = [f for f in open_forms(request, mesh.tp) if f.tp == mesh.tp]
+    experts = experts_of(record(local // (request.micro_batches or 1)).graph) if mesh.tp > 1 else 0
+    forms = [f for f in open_forms(request, mesh.tp, experts) if f.tp == mesh.tp]
     whole = replace(
         request, batch_size=local, total_batch_size=None, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp
     )
     made: list[Lowered] = []
     for form in forms:
         asked = replace(whole, **{name: getattr(form, name) for name in form._fields[1:]})
-        lowered = plan_layout(asked, record, cluster)
+        try:
+            lowered = plan_layout(asked, record, cluster)
+        except ShardError:
+            if not form.expert_parallel or asked.expert_parallel == request.expert_parallel:
+                raise
+            continue  # nobody has asked for it
         if not is_fixed and is_pressed(request, lowered, cluster):
             return None
         made.append(improve(request, lowered, record, cluster))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from merakc.batches.split import divisors
+from merakc.ir.graph import Graph
 from merakc.ir.strategy import Form
+from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.planner.request import Request
 
 
-def open_forms(request: Request, node: int) -> Iterator[Form]:
+def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
     """The degrees of tp, over no more than the devices of a node where it is open, and whether
-    sequences are split too, or they alone.
+    sequences are split too, or they alone, or they and so many experts.
     """
     for tp in divisors(request.world_size):
         fixed = tp * (request.pp or 1) * (request.dp or 1)
@@ -19,6 +21,8 @@ def open_forms(request: Request, node: int) -> Iterator[Form]:
             request.pp and request.dp and fixed != request.world_size
         ):
             continue
+        if 1 < tp <= experts and _is_open(request) and request.expert_parallel is None:
+            yield Form(tp, context_parallel=True, expert_parallel=True)
         if request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
         if tp == 1:
@@ -35,7 +39,17 @@ def _may_share_sequences(request: Request) -> bool:
     """Whether a search looks at ranks that share sequences where the user leaves that open: where
     ranks are more than samples. Others divide samples with the same work, and less to send.
     """
-    if request.context_parallel is False or request.tp is not None or request.sequence_parallel:
-        return False
     samples = request.total_batch_size or request.batch_size * (request.dp or 1)
-    return samples < request.world_size
+    return _is_open(request) and samples < request.world_size
+
+
+def _is_open(request: Request) -> bool:
+    """Whether the user leaves open what the ranks of tp share."""
+    closed = request.context_parallel is False or request.sequence_parallel
+    return request.tp is None and not closed
+
+
+def experts_of(graph: Graph) -> int:
+    """The most experts of a mixture, by the groups of its products; 0 where there is none."""
+    specs = graph.specs()
+    return max((specs[n.args[1]].shape[0] for n in graph.nodes if n.op == GROUPED), default=0)

@@ -26,6 +26,7 @@ from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
+from merakc.planner.forms import experts_of
 
 # The pieces of a model without repeated blocks; and the least of any, so that what few blocks there
 # are can be spread over stages.
@@ -47,8 +48,8 @@ class PieceTable:
     cluster: Cluster
     refused: dict[Form, MerakError] = field(default_factory=dict)
     couples: bool = False
-    _splits: dict[int, Mapping[str, Layout]] = field(default_factory=dict)
-    _gathered: dict[int, bool] = field(default_factory=dict)
+    _splits: dict[tuple[int, bool], Mapping[str, Layout]] = field(default_factory=dict)
+    _gathered: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
     _short: dict[int, tuple[Graph, tuple[int, ...]]] = field(default_factory=dict)
     _known: dict[tuple[Form, int], tuple[Piece, ...]] = field(default_factory=dict)
@@ -63,6 +64,14 @@ class PieceTable:
     def forms(self) -> list[Form]:
         """The forms that were cut."""
         return list(self._ends)
+
+    @property
+    def experts(self) -> int:
+        """The most experts of a mixture, by the groups of its products; 0 where there is none."""
+        try:
+            return experts_of(self.record(SAMPLES[0]).graph)
+        except MerakError:  # its forms tell of it
+            return 0
 
     def pieces(self, form: Form, samples: int) -> tuple[Piece, ...]:
         """The pieces of a micro-batch. Raises the error of a form that cannot be."""
@@ -105,8 +114,8 @@ class PieceTable:
 
     def _sharded(self, short: Graph, form: Form) -> tuple[Graph, Sharding]:
         """The graph as the ranks of tp share it, and how; of all samples alike."""
-        parts = form.parameter_parts
-        graph = with_heads(short, parts, gathered=self._gathered.get(parts))
+        parts = form.parameter_parts, form.expert_parallel
+        graph = with_heads(short, parts[0], gathered=self._gathered.get(parts))
         cluster, splits = self.cluster.joining(form.tp), self._splits.get(parts)
         sharding = shard(graph, splits=splits, cluster=cluster, **form._asdict())
         self._gathered.setdefault(parts, gathers(graph))

@@ -85,7 +85,7 @@ def _is_sharded(plan: Plan) -> bool:
 
 
 def _prediction(prediction: Prediction, plan: Plan) -> str:
-    others = ["dp"] * (plan.state_ranks > 1) + ["the host"] * bool(plan.host_parameters)
+    others = ["dp"] * (plan.state_ranks > 1) + ["the host"] * bool(plan.on_host)
     exposed_s = max(prediction.exposed_s, default=0.0)
     exposed = (
         f"{format_seconds(exposed_s)} waiting for {' and '.join(others)}, " if exposed_s else ""
@@ -112,7 +112,7 @@ def _offload(plan: Plan, prediction: Prediction | None) -> str:
         host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
         left_s = max(prediction.host_left_s, default=host_s) if prediction else host_s
         took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
-        if left_s < host_s:
+        if left_s < 0.95 * host_s:
             took += f" ({format_seconds(left_s)} with merakc.step_in_backward)"
         parts.append(f"state of {count_of(len(plan.host_states), 'parameter')}{took}")
     if plan.host_parameters:

@@ -19,3 +19,13 @@ def test_a_degree_says_what_is_shared() -> None:
     assert list(open_forms(Request(2, 1, tp=2), 2)) == TENSORS
     assert list(open_forms(Request(2, 8).with_parts(2, None), 2)) == [SEQUENCES]
     assert list(open_forms(Request(2, 1).with_parts(1, None), 2)) == [Form(1), *TENSORS]
+
+
+def test_experts_are_shared_where_there_are_any_and_nothing_says_what_is() -> None:
+    experts = [Form(2, context_parallel=True, expert_parallel=True)]
+    experts += [Form(4, context_parallel=True, expert_parallel=True)]
+    found = [f for f in open_forms(Request(8, 8), 1, experts=4) if f.expert_parallel]
+    assert found == experts  # over nodes, too
+    assert list(open_forms(Request(2, 8, tp=2), 2, experts=4)) == TENSORS
+    asked = Request(2, 8).with_parts(None, 2)
+    assert list(open_forms(asked, 2, experts=4)) == [experts[0]]

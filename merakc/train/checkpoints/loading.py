@@ -6,6 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,7 +121,11 @@ def load(
     Raises `CheckpointError` on every rank for files that were changed since they were written, and
     for a model or an optimizer that is not the saved one; nothing was changed then.
     """
-    with call("merakc.load"):
+    own: Any = getattr(model, "_own", None)
+    sharded = own("_steps").sharded if own is not None else None
+    updates = sharded.updates if sharded is not None else None
+    loading = updates.loading(listed(optimizer)) if updates is not None else nullcontext()
+    with call("merakc.load"), loading:
         return _load(from_here(folder), model, optimizer, scheduler, extra, untied)
 
 

@@ -8,16 +8,18 @@ parameters, those of other optimizers and those that the device updates go the u
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Never
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from merakc.errors import ConfigError
 from merakc.runtime.agreement import settings_of
@@ -25,47 +27,15 @@ from merakc.runtime.loss_scale import unscaled
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
 from merakc.runtime.streams import Mark, streams_of
-from merakc.train.parameters.optimizers import bringing, check, is_by_parameter
+from merakc.train.parameters.optimizers import bringing, check, copied, examples, quicken
+from merakc.train.parameters.retired import Spent, Updated
 from merakc.train.parameters.stepping import stepping
 
 Tensors = dict[str, torch.Tensor]
+CALL, BACKWARD, STEP, BROKEN = "a call", "loss.backward()", "optimizer.step()", "its end"
 
 
-class Spent(torch.Tensor):
-    """Stands for a gradient that an update has used: whatever reads it is refused."""
-
-    @staticmethod
-    def __new__(cls: type[Spent], gradient: torch.Tensor) -> Spent:
-        """Of its shape, without memory."""
-        made: Spent = torch.Tensor._make_wrapper_subclass(
-            cls, gradient.shape, dtype=gradient.dtype, device=gradient.device
-        )
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses all but to be told apart."""
-        if func is torch.Tensor.__hash__:
-            return id(args[0])
-        _refuse()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Never:
-        """Refuses what torch calls below."""
-        _refuse()
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return "Spent()"
-
-
-def _refuse() -> Never:
-    raise ConfigError(
-        "a gradient is read that merakc.step_in_backward has used already: gradients cannot be "
-        "clipped, scaled or looked at then; leave step_in_backward out, or what reads them "
-        "(clip_grad_norm_; of Trainers max_grad_norm=0, of Lightning gradient_clip_val=None)"
-    )
+Settings = list[dict[str, Any]]
 
 
 class InBackward:
@@ -77,39 +47,60 @@ class InBackward:
 
     def __init__(self, optimizer: Optimizer, sharded: ShardedState, *, ignores: bool) -> None:
         self.optimizer, self.owned, self.ignores = optimizer, sharded.owned, ignores
-        self.now, self.runs = "a call", False
+        self.now, self.runs = CALL, False
         self.doubtful: Collection[str] = ()
-        self.updated: dict[str, Spent] = {}  # in the running step
-        self.settings = ""
+        self.updated: dict[str, tuple[Spent, type[nn.Parameter]]] = {}  # in the running step
+        self.settings: Settings = []
         self.late: list[Callable[[], None]] = []  # of what graphs may still read
         self.running: list[Future[None]] = []
         self.threads = ThreadPoolExecutor(1, "merakc-update")
         sharded.updates = self
-        optimizer.register_step_pre_hook(lambda *_: self._ends())
+        before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        optimizer.register_step_post_hook(lambda *_: self._behind_step())
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+
+        def goes_last(stepping: Optimizer, *_: Any) -> None:  # behind hooks that users add later
+            if stepping._optimizer_step_pre_hooks is hooks:
+                hooks.move_to_end(before.id)
+
+        register_optimizer_step_pre_hook(goes_last)
+
+    def check(self) -> None:
+        """See `Updates`."""
+        if self.now in (BACKWARD, STEP):
+            raise ConfigError(
+                f"the model is called or read, and merakc.step_in_backward waits for {self.now} of "
+                "the last step, which has updated what lives on the host. Call loss.backward() and "
+                "optimizer.step() behind every call of the model in training mode, whatever its "
+                "loss is; evaluate and save behind them; for several batches in one step give the "
+                "model all their samples and raise micro_batches"
+            )
 
     @contextmanager
     def step(self, doubtful: Collection[str]) -> Iterator[None]:
         """The run of a training step: see `Updates`."""
-        if self.now != "a call":
+        self.check()
+        if self.now == BROKEN:
             raise ConfigError(
-                f"the model is called for another step, and merakc.step_in_backward waits for "
-                f"{self.now}: the last one has updated what lives on the host. Call "
-                "loss.backward() and optimizer.step() behind every call of the model in training "
-                "mode; for several batches in one step give it all their samples and raise "
-                "micro_batches"
+                "the last step broke off, and merakc.step_in_backward had updated a part of what "
+                "lives on the host: go on from a checkpoint (merakc.load)"
             )
-        self.now, self.runs, self.doubtful = "the end of the last", True, doubtful
-        self.settings = settings_of(self.optimizer)
+        self.now, self.runs, self.doubtful = BROKEN, True, doubtful
+        self.settings = _settings(self.optimizer)
         try:
             yield
         finally:
             self.runs = False
+            if not self.updated:
+                self.now = CALL
 
     def ended(self, gradients: Tensors) -> Callable[[float], None]:
         """The step has ended: see `Updates`."""
-        self.now = "loss.backward()" if self.updated else "a call"
-        for name in self.updated:
+        self.now = BACKWARD if self.updated else CALL
+        for name, (_, kind) in self.updated.items():
             del gradients[name]
+            assert type(self.owned[name]) is kind, "a parameter has become another"
+            self.owned[name].__class__ = Updated
         return self._handed_out
 
     def arrives(self, bucket: Bucket, mark: Mark) -> None:
@@ -130,18 +121,30 @@ class InBackward:
         for each in running:
             each.result()
 
+    @contextmanager
+    def loading(self, optimizers: Collection[Any]) -> Iterator[None]:
+        """While weights are loaded, and the state of these optimizers: of a step that broke off
+        nothing is left where this one's is among them.
+        """
+        pending = self.now != CALL
+        for name, (_, kind) in self.updated.items():
+            self.owned[name].__class__ = kind
+            if self.owned[name].grad is not None:
+                self.owned[name].grad = None
+        self.updated.clear()
+        self.now = BROKEN if pending else CALL
+        yield
+        if any(self.optimizer is getattr(o, "optimizer", o) for o in optimizers):
+            self.now = CALL
+
     def _update_of(self, bucket: Bucket, mark: Mark) -> Callable[[], None]:
         of = {p for group in self.optimizer.param_groups for p in group["params"]}
         own: Tensors = {}
         for name, gradient in bucket.parts_of_gradient().items():
             parameter = self.owned[name]
-            if parameter in of and parameter.requires_grad and name not in self.doubtful:
-                if parameter.grad is not None:
-                    raise ConfigError(
-                        f"'{name}' has a gradient before a step that updates it in the backward: "
-                        "call optimizer.zero_grad(), and call the model once for each step"
-                    )
-                own[name], self.updated[name] = gradient, Spent(gradient)
+            usual = name in self.doubtful or _hooks(parameter) > _own_hooks(parameter)
+            if parameter in of and parameter.requires_grad and not usual:
+                own[name], self.updated[name] = gradient, (Spent(gradient), type(parameter))
         return partial(self._update, bucket, mark, own, torch.get_num_threads())
 
     def _update(self, bucket: Bucket, mark: Mark, gradients: Tensors, threads: int) -> None:
@@ -152,17 +155,19 @@ class InBackward:
             streams.wait(mark)
         if not self.ignores and bool(unscaled(gradients.values(), 1.0)):
             return  # the step's end tells of it
-        for name, gradient in gradients.items():
-            self.owned[name].grad = gradient
-        try:
-            step_of(self.optimizer, {self.owned[name] for name in gradients})
-        finally:
-            for name in gradients:
-                self.owned[name].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            last = {name: self.owned[name].grad for name in gradients}  # not taken away yet
+            for name, gradient in gradients.items():
+                self.owned[name].grad = gradient
+            try:
+                step_of(self.optimizer, {self.owned[name] for name in gradients})
+            finally:
+                for name, before in last.items():
+                    self.owned[name].grad = before
 
     def _handed_out(self, scale: float) -> None:
         """The backward of the loss, whose gradient is `scale`."""
-        if self.now != "loss.backward()":
+        if self.now != BACKWARD:
             return
         if scale != 1.0:
             raise ConfigError(
@@ -171,43 +176,90 @@ class InBackward:
                 "the model, or the learning rate"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            for name, spent in self.updated.items():
+            for name, (spent, _) in self.updated.items():
+                found = self.owned[name].grad
+                if found is not None and not getattr(found, "cleared", False):
+                    raise ConfigError(
+                        f"'{name}' has a gradient before backward(), to which this one would be "
+                        "added, and merakc.step_in_backward has updated by this one alone: call "
+                        "optimizer.zero_grad() in every step, and go back through one loss"
+                    )
+                if _hooks(self.owned[name]) > _own_hooks(self.owned[name]):
+                    raise ConfigError(
+                        f"a hook was registered on '{name}' behind the model's call, in which "
+                        "merakc.step_in_backward has updated it: register hooks before"
+                    )
                 self.owned[name].grad = spent
-        self.now = "optimizer.step()"
+        self.now = STEP
 
-    def _ends(self) -> None:
+    def _before_step(self) -> None:
         """Before the optimizer's step of the rest."""
-        if self.now == "a call":
+        if self.now in (CALL, BROKEN):
             return
-        if self.now != "optimizer.step()":
+        if self.now != STEP:
             raise ConfigError(
                 f"optimizer.step(), and merakc.step_in_backward waits for {self.now}: what lives "
                 "on the host is updated already"
             )
-        if settings_of(self.optimizer) != self.settings:
+        if not _alike(_settings(self.optimizer), self.settings):
             raise ConfigError(
-                f"the optimizer is {settings_of(self.optimizer)} in its step and was "
-                f"{self.settings} in the backward, where merakc.step_in_backward has updated what "
-                "lives on the host: change learning rates and other settings behind "
-                "optimizer.step(), or before the model is called"
+                f"the optimizer is {settings_of(self.optimizer)} in its step, and had other "
+                "settings in the backward, where merakc.step_in_backward has updated what lives on "
+                "the host: change learning rates and groups behind optimizer.step(), or before the "
+                "model is called"
             )
-        for name, spent in self.updated.items():
-            with torch._C.DisableTorchFunctionSubclass():
-                found = self.owned[name].grad
-            if found is not spent:
-                raise ConfigError(
-                    f"the gradient of '{name}' was taken away or replaced before optimizer.step(), "
-                    "and merakc.step_in_backward has updated it already"
-                )
-            self.owned[name].grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, (spent, kind) in self.updated.items():
+                if self.owned[name].grad is not spent or spent.cleared:
+                    raise ConfigError(
+                        f"the gradient of '{name}' was taken away or replaced before "
+                        "optimizer.step(), and merakc.step_in_backward has used it already"
+                    )
+                self.owned[name].grad = None
+                self.owned[name].__class__ = kind
+        self.now = CALL
+
+    def _behind_step(self) -> None:
+        """Behind it gradients are there that zero_grad() is to take away."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, (spent, _) in self.updated.items():
+                self.owned[name].grad = spent
         self.updated.clear()
-        self.now = "a call"
+
+
+def _hooks(parameter: torch.Tensor) -> int:
+    """The hooks on a parameter."""
+    own: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return max(len(each or ()) for each in own)
+
+
+def _own_hooks(parameter: torch.Tensor) -> int:
+    """Those of ours, on what says whose part it is."""
+    return int("source" in vars(parameter))
+
+
+def _settings(optimizer: Optimizer) -> Settings:
+    """All that its groups say but for their parameters, as it is now."""
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether settings are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def step_of(optimizer: Optimizer, wanted: Set[torch.Tensor]) -> None:
-    """The step of an optimizer for some of its parameters, without anybody's hooks. Raises
-    `ConfigError` for one that counts its steps, or adapts, in its parameter groups.
-    """
+    """The step of an optimizer for some of its parameters, without anybody's hooks."""
     part = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name != "step":  # which schedulers put there
@@ -218,12 +270,45 @@ def step_of(optimizer: Optimizer, wanted: Set[torch.Tensor]) -> None:
     ]
     with stepping():
         type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]
-    for group, own in zip(optimizer.param_groups, part.param_groups, strict=True):
-        if settings_of(part) != settings_of(optimizer) or group.keys() != own.keys():
-            raise ConfigError(
-                f"{type(optimizer).__name__} changes its parameter groups in a step, which "
-                "merakc.step_in_backward takes bucket by bucket: leave it out"
-            )
+
+
+def steps_by_parts(optimizer: Optimizer) -> bool:
+    """Whether steps of some parameters after the other, and then of the rest, give what one step of
+    all does, and leave the settings as they are: tried on copies, with small parameters.
+    """
+    groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+    with suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        values, gradients = examples(groups, torch.float64)
+        whole = [[nn.Parameter(v.clone()) for v in group] for group in values]
+        parts = [[nn.Parameter(v.clone()) for v in group] for group in values]
+        one, other = copied(optimizer, whole), copied(optimizer, parts)
+        for each in (one, other):
+            quicken(each)
+        for step in gradients:
+            _with_gradients(whole, step)
+            one.step()
+            # The first of each group is left to the step; the others come last to first.
+            for group, own in reversed([*zip(parts, step, strict=True)]):
+                for parameter, gradient in reversed([*zip(group[1:], own[1:], strict=True)]):
+                    parameter.grad = gradient.clone()
+                    step_of(other, {parameter})
+                    parameter.grad = None
+            _with_gradients([group[:1] for group in parts], [own[:1] for own in step])
+            other.step()
+            for parameter in chain(*parts):
+                parameter.grad = None
+        pairs = zip(chain(*whole), chain(*parts), strict=True)
+        same = all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in pairs)
+        return same and _alike(_settings(one), _settings(other))
+    return False
+
+
+def _with_gradients(
+    parameters: Sequence[Sequence[nn.Parameter]], gradients: Sequence[Sequence[torch.Tensor]]
+) -> None:
+    for group, own in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(group, own, strict=True):
+            parameter.grad = gradient.clone()
 
 
 def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
@@ -254,12 +339,16 @@ def step_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
             "back; use 'bf16-mixed' and on_nonfinite='raise'"
         )
     if sharded.updates is not None:
-        raise ConfigError("step_in_backward: this model has an optimizer that steps there already")
-    check(optimizer)
-    if optimizer in bringing or not is_by_parameter(optimizer):
         raise ConfigError(
-            f"step_in_backward: {type(optimizer).__name__} is not found to update every parameter "
-            "that a rank holds by its own gradient and state alone, so that its step cannot be "
-            "taken bucket by bucket; leave it out, or use an optimizer such as AdamW"
+            "step_in_backward: this model has an optimizer that steps there already; one does, and "
+            "for another the model is made anew"
+        )
+    check(optimizer)
+    if optimizer in bringing or not steps_by_parts(optimizer):
+        raise ConfigError(
+            f"step_in_backward: steps of a {type(optimizer).__name__} for some parameters after "
+            "the other are not found to be what one step for all is; leave step_in_backward out, "
+            "use an optimizer such as AdamW, or, where this one wraps one (accelerate's prepare), "
+            "give it before it is wrapped"
         )
     InBackward(optimizer, sharded, ignores=scale.on_nonfinite == "ignore")

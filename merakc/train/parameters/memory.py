@@ -56,6 +56,7 @@ class Memory:
         self.tensors = list(tensors.values())
         self.buffers = [t for t in self.tensors if not isinstance(t, nn.Parameter)]
         self.found = [(held.get, leaf) for _, held, leaf, _ in self.owners]
+        self.sharded = sharded
         self.buckets = list(sharded.buckets) if sharded is not None else []
         with torch._C.DisableTorchFunctionSubclass():  # of what this rank has, as in `settle`
             self.places = {b: _pointers(b.owned) for b in self.buckets}
@@ -65,8 +66,11 @@ class Memory:
 
         Raises `ConfigError` for tensors, dtypes, devices and shapes that steps were not compiled
         for, and where only some parameters of a bucket were given other memory while something
-        else holds the old: what is written there later would be lost.
+        else holds the old: what is written there later would be lost. And where an update in the
+        backward waits for the optimizer's step.
         """
+        if self.sharded is not None and self.sharded.updates is not None:
+            self.sharded.updates.check()
         with torch._C.DisableTorchFunctionSubclass():
             if not self._unchanged():
                 self._check()

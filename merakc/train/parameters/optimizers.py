@@ -204,7 +204,7 @@ def _difference(
     the optimizer does not take parts.
     """
     for dtype, bound in BOUNDS.items():
-        values, gradients = _examples(groups, dtype)
+        values, gradients = examples(groups, dtype)
         try:
             whole, told = _updated(optimizer, values, gradients, [lambda _, t: t])
         except Exception:
@@ -235,7 +235,7 @@ def _check_moved(before: Values, after: Values, least: float) -> None:
             raise ValueError(f"in {STEPS} steps it hardly changes small parameters of group {k}")
 
 
-def _examples(
+def examples(
     groups: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
 ) -> tuple[Values, list[Values]]:
     """Small parameters for each group, of its numbers of dims, and gradients for each step; their
@@ -289,8 +289,8 @@ def _updated(
                 own[-1].append(parameter)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
-            taken = _copied(optimizer, own)
-            _quicken(taken)
+            taken = copied(optimizer, own)
+            quicken(taken)
             for step in range(STEPS):
                 others: dict[torch.Tensor, nn.Parameter | None] = {}
                 for parameter, _, own_gradients in targets:
@@ -307,7 +307,7 @@ def _updated(
     return after, settings
 
 
-def _quicken(optimizer: Optimizer) -> None:
+def quicken(optimizer: Optimizer) -> None:
     """Sets rates by which differences show: a schedule may begin at none."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
@@ -336,7 +336,7 @@ def _take_step(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
         optimizer.step(closure)
 
 
-def _copied(
+def copied(
     optimizer: Optimizer,
     parameters: Sequence[Sequence[nn.Parameter]],
     memo: dict[int, Any] | None = None,
@@ -363,7 +363,7 @@ def _copied(
         if key.endswith("_hooks"):
             made.__dict__[key] = OrderedDict()
         elif isinstance(value, Optimizer):
-            made.__dict__[key] = _copied(value, parameters, memo)
+            made.__dict__[key] = copied(value, parameters, memo)
         elif key not in _NOT_COPIED:
             made.__dict__[key] = copy.deepcopy(value, memo)
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -132,28 +133,134 @@ def _looks(model: ParallelModel, _: torch.optim.Optimizer) -> None:
     float(next(p.grad for p in model.parameters()).sum())  # type: ignore[union-attr]
 
 
+def _writes(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(0.9)
+
+
+def _writes_data(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    next(iter(model.parameters())).data.clamp_(-1, 1)
+
+
+def _reads(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    float(next(iter(model.parameters())).norm())
+
+
+def _evaluates(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model(**words(0))
+
+
+def _keeps_settings(_: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def _loads(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    model.load_state_dict(model.state_dict())
+
+
+def _copies(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    copy.deepcopy(model)
+
+
+def _gathers(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    model.full_state_dict()
+
+
+def _saves(model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    with TemporaryDirectory() as folder:
+        merakc.save(folder, model, optimizer)
+
+
+def _exports(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    with TemporaryDirectory() as folder:
+        merakc.export(folder, model)
+
+
+def _zeroes(_: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _hooks_a_rate(_: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=0.5))
+
+
+def _hooks_gradients(model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+    def halves(*_: object) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halves)
+
+
 REFUSED = {
-    _clips: "used already",
-    _clips_by_ours: "used already",
+    _clips: "a gradient is read",
+    _clips_by_ours: "a gradient is read",
     _changes_rate: "change learning rates",
     _empties: "taken away",
     _calls_again: "waits for optimizer.step",
-    _looks: "used already",
+    _looks: "a gradient is read",
+    _writes: "a parameter is read or written",
+    _writes_data: "a parameter is read or written",
+    _reads: "a parameter is read or written",
+    _evaluates: "waits for optimizer.step",
+    _keeps_settings: "change learning rates",
+    _loads: "waits for optimizer.step",
+    _copies: "waits for optimizer.step",
+    _gathers: "waits for optimizer.step",
+    _saves: "optimizer.step",
+    _exports: "optimizer.step",
+    _zeroes: "taken away",
+    _hooks_a_rate: "change learning rates",
+    _hooks_gradients: "a gradient is read",
 }
 
 
-def one_step(way: Callable[[ParallelModel, torch.optim.Optimizer], None]) -> None:
+Way = Callable[[ParallelModel, torch.optim.Optimizer], None]
+
+
+def one_step(way: Way, before: Way = lambda *_: None) -> None:
     model, optimizer = _ready()
     merakc.step_in_backward(model, optimizer)
-    model(**words(0))["loss"].backward()
+    loss = model(**words(0))["loss"]
+    before(model, optimizer)
+    loss.backward()
     way(model, optimizer)
     optimizer.step()
+
+
+def _penalises(model: ParallelModel, _: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+
+
+def no_zero_grad() -> None:
+    model, optimizer = _ready()
+    merakc.step_in_backward(model, optimizer)
+    for number in range(2):
+        model(**words(number))["loss"].backward()
+        optimizer.step()
+
+
+def sets_to_zero() -> None:
+    model, optimizer = _ready()
+    merakc.step_in_backward(model, optimizer)
+    for number in range(3):
+        model(**words(number))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
 
 
 def refuses() -> None:
     for way, told in REFUSED.items():
         with pytest.raises(merakc.MerakError, match=told):
             one_step(way)
+    with pytest.raises(merakc.MerakError, match="has a gradient before backward"):
+        one_step(lambda *_: None, _penalises)
+    with pytest.raises(merakc.MerakError, match="has a gradient before backward"):
+        no_zero_grad()
+    sets_to_zero()
     model, optimizer = _ready()
     merakc.step_in_backward(model, optimizer)
     with pytest.raises(merakc.MerakError, match=r"the gradient of the loss is 0\.5"):
@@ -162,21 +269,37 @@ def refuses() -> None:
         model(**words(0))
     with pytest.raises(merakc.MerakError, match=r"waits for loss.backward\(\)"):
         optimizer.step()
-    model.eval()
-    assert model(**words(0))["loss"].item() > 0  # no step
 
 
 def test_what_comes_too_late_is_refused() -> None:
     run_ranks(1, refuses)
 
 
-class CountsInGroups(torch.optim.SGD):
-    """As some that are free of schedules."""
+class CountsInTensor(torch.optim.SGD):
+    """One whose steps get shorter."""
 
-    def step(self, closure: Any = None) -> Any:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.taken = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.taken += 1
         for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-        return super().step(closure)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / self.taken, alpha=group["lr"])
+
+
+class DecaysAll(torch.optim.SGD):
+    """One that touches parameters without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
 
 
 def not_taken() -> None:
@@ -186,10 +309,9 @@ def not_taken() -> None:
     model, _ = _ready()
     with pytest.raises(merakc.MerakError, match="LBFGS"):
         merakc.step_in_backward(model, torch.optim.LBFGS(model.parameters()))
-    counts = CountsInGroups(model.parameters(), lr=0.1)
-    merakc.step_in_backward(model, counts)
-    with pytest.raises(merakc.MerakError, match="changes its parameter groups"):
-        model(**words(0))["loss"].backward()
+    for kind in (CountsInTensor, DecaysAll):
+        with pytest.raises(merakc.MerakError, match=kind.__name__):
+            merakc.step_in_backward(model, kind(model.parameters(), lr=0.1))
     model, optimizer = _ready(offload="none")
     before = copy.deepcopy(model.full_state_dict())
     merakc.step_in_backward(model, optimizer)
@@ -203,9 +325,10 @@ def test_what_cannot_step_there_is_refused() -> None:
     run_ranks(1, not_taken)
 
 
-def infinite() -> None:
+def infinite(folder: Path) -> None:
     model, optimizer = _ready()
     merakc.step_in_backward(model, optimizer)
+    merakc.save(folder, model, optimizer)
     with torch.no_grad():
         next(iter(model.parameters())).fill_(torch.inf)
     before = copy.deepcopy(model.full_state_dict())
@@ -213,9 +336,29 @@ def infinite() -> None:
         model(**words(0))
     for name, value in model.full_state_dict().items():
         assert torch.equal(before[name].nan_to_num(), value.nan_to_num()), name
-    with pytest.raises(merakc.MerakError, match="waits for the end of the last"):
+    with pytest.raises(merakc.MerakError, match="the last step broke off"):
         model(**words(0))
+    merakc.load(folder, model, optimizer)
+    model(**words(0))["loss"].backward()
+    optimizer.step()
 
 
-def test_gradients_that_are_not_finite_update_nothing() -> None:
-    run_ranks(1, infinite)
+def test_gradients_that_are_not_finite_update_nothing(tmp_path: Path) -> None:
+    run_ranks(1, infinite, tmp_path)
+
+
+def hooked(under: bool) -> Tensors:
+    model, optimizer = _ready()
+    hooked = next(p for p in model.parameters() if p.dim() > 1)
+    hooked.register_hook(lambda gradient: gradient * 0.5)
+    if under:
+        merakc.step_in_backward(model, optimizer)
+    with pytest.raises(Exception, match="index out of range"):
+        model(**{**words(0), "ids": words(0)["ids"] + 10_000})
+    _loop(model, optimizer, range(3))
+    return model.full_state_dict()
+
+
+def test_what_users_have_hooks_on_waits_for_the_step_and_a_bad_batch_is_none() -> None:
+    (plain,), (ours,) = run_ranks(1, hooked, False), run_ranks(1, hooked, True)
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())
