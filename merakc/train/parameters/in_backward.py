@@ -57,9 +57,9 @@ class InBackward:
         sharded.updates = self
         before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._behind_step())
-        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks: Any = optimizer._optimizer_step_pre_hooks  # ordered
 
-        def goes_last(stepping: Optimizer, *_: Any) -> None:  # behind hooks that users add later
+        def goes_last(stepping: Any, *_: Any) -> None:  # behind hooks that users add later
             if stepping._optimizer_step_pre_hooks is hooks:
                 hooks.move_to_end(before.id)
 
