@@ -33,8 +33,6 @@ from merakc.train.parameters.stepping import stepping
 
 Tensors = dict[str, torch.Tensor]
 CALL, BACKWARD, STEP, BROKEN = "a call", "loss.backward()", "optimizer.step()", "its end"
-
-
 Settings = list[dict[str, Any]]
 
 
@@ -46,7 +44,8 @@ class InBackward:
     """
 
     def __init__(self, optimizer: Optimizer, sharded: ShardedState, *, ignores: bool) -> None:
-        self.optimizer, self.owned, self.ignores = optimizer, sharded.owned, ignores
+        self.optimizer, self.sharded, self.ignores = optimizer, sharded, ignores
+        self.owned = sharded.owned
         self.now, self.runs = CALL, False
         self.doubtful: Collection[str] = ()
         self.updated: dict[str, tuple[Spent, type[nn.Parameter]]] = {}  # in the running step
@@ -72,8 +71,9 @@ class InBackward:
                 f"the model is called or read, and merakc.step_in_backward waits for {self.now} of "
                 "the last step, which has updated what lives on the host. Call loss.backward() and "
                 "optimizer.step() behind every call of the model in training mode, whatever its "
-                "loss is; evaluate and save behind them; for several batches in one step give the "
-                "model all their samples and raise micro_batches"
+                "loss is; evaluate and save behind them, call model.keep_outputs() ahead of the loop "
+                "for outputs before, and for several batches in one step give the model all their "
+                "samples and raise micro_batches"
             )
 
     @contextmanager
@@ -143,7 +143,8 @@ class InBackward:
         for name, gradient in bucket.parts_of_gradient().items():
             parameter = self.owned[name]
             usual = name in self.doubtful or _hooks(parameter) > _own_hooks(parameter)
-            if parameter in of and parameter.requires_grad and not usual:
+            is_trained = name in self.sharded.trained and parameter.requires_grad
+            if parameter in of and is_trained and not usual:
                 own[name], self.updated[name] = gradient, (Spent(gradient), type(parameter))
         return partial(self._update, bucket, mark, own, torch.get_num_threads())
 

@@ -359,6 +359,34 @@ def hooked(under: bool) -> Tensors:
     return model.full_state_dict()
 
 
+class Switched(Words):
+    """With a parameter that is used in some steps alone."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.more, self.on = nn.Parameter(torch.ones(1, dtype=torch.float64)), True
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        found = super().forward(ids, labels)
+        return {**found, "loss": found["loss"] * self.more.sum()} if self.on else found
+
+
+def switched(under: bool) -> Tensors:
+    model = parallel(Switched, words(0), micro_batches=2, offload="optimizer")
+    optimizer = _sgd(model)
+    if under:
+        merakc.step_in_backward(model, optimizer)
+    for number in range(4):
+        model.on = number % 2 == 0
+        _loop(model, optimizer, range(number, number + 1))
+    return model.full_state_dict()
+
+
+def test_what_a_step_does_not_use_is_not_updated() -> None:
+    (plain,), (ours,) = run_ranks(1, switched, False), run_ranks(1, switched, True)
+    assert all(torch.equal(ours[name], value) for name, value in plain.items())
+
+
 def test_what_users_have_hooks_on_waits_for_the_step_and_a_bad_batch_is_none() -> None:
     (plain,), (ours,) = run_ranks(1, hooked, False), run_ranks(1, hooked, True)
     assert all(torch.equal(ours[name], value) for name, value in plain.items())
