@@ -71,9 +71,9 @@ class InBackward:
                 f"the model is called or read, and merakc.step_in_backward waits for {self.now} of "
                 "the last step, which has updated what lives on the host. Call loss.backward() and "
                 "optimizer.step() behind every call of the model in training mode, whatever its "
-                "loss is; evaluate and save behind them, call model.keep_outputs() ahead of the loop "
-                "for outputs before, and for several batches in one step give the model all their "
-                "samples and raise micro_batches"
+                "loss is; evaluate and save behind them, call model.keep_outputs() ahead of the "
+                "loop for outputs before, and for several batches in one step give the model all "
+                "their samples and raise micro_batches"
             )
 
     @contextmanager
