@@ -87,10 +87,14 @@ class InBackward:
             )
         self.now, self.runs, self.doubtful = BROKEN, True, doubtful
         self.settings = _settings(self.optimizer)
+        self.updated.clear()
         try:
             yield
         finally:
             self.runs = False
+            for each in self.running:  # of a step that breaks off
+                each.exception()
+            self.late, self.running = [], []
             if not self.updated:
                 self.now = CALL
 
