@@ -31,8 +31,10 @@ GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 class Updates(Protocol):
     """What updates what lives beside the device as soon as its gradients are there."""
 
-    def check(self) -> None:
-        """Raises `ConfigError` where the last step waits for its end in the user's loop."""
+    def check(self, *, of_weights: bool = False) -> None:
+        """Raises `ConfigError` where the last step waits for its end in the user's loop, and for
+        who reads weights where it broke off.
+        """
 
     def loading(self, optimizers: Collection[Any]) -> AbstractContextManager[None]:
         """While weights are loaded, and the state of these optimizers."""

@@ -8,9 +8,7 @@ parameters, those of other optimizers and those that the device updates go the u
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -28,11 +26,12 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
 from merakc.runtime.streams import Mark, streams_of
 from merakc.train.parameters.optimizers import bringing, check, copied, examples, quicken
-from merakc.train.parameters.retired import Spent, Updated
-from merakc.train.parameters.stepping import stepping
+from merakc.train.parameters.retired import Locked, Spent, Updated
+from merakc.train.parameters.stepping import alike, settings_now, step_of
 
 Tensors = dict[str, torch.Tensor]
 CALL, BACKWARD, STEP, BROKEN = "a call", "loss.backward()", "optimizer.step()", "its end"
+ENDING = "optimizer.step() to run to its end"
 Settings = list[dict[str, Any]]
 
 
@@ -46,15 +45,16 @@ class InBackward:
     def __init__(self, optimizer: Optimizer, sharded: ShardedState, *, ignores: bool) -> None:
         self.optimizer, self.sharded, self.ignores = optimizer, sharded, ignores
         self.owned = sharded.owned
-        self.now, self.runs = CALL, False
+        self.now, self.runs, self.loads = CALL, False, False
         self.doubtful: Collection[str] = ()
         self.updated: dict[str, tuple[Spent, type[nn.Parameter]]] = {}  # in the running step
         self.settings: Settings = []
         self.late: list[Callable[[], None]] = []  # of what graphs may still read
         self.running: list[Future[None]] = []
-        self.threads = ThreadPoolExecutor(1, "merakc-update")
+        self.threads: ThreadPoolExecutor | None = None  # of the running step
+        self.state: Any = None  # the optimizer's, while nobody is to see it
         sharded.updates = self
-        before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        before = optimizer.register_step_pre_hook(lambda _, *given: self._before_step(*given))
         optimizer.register_step_post_hook(lambda *_: self._behind_step())
         hooks: Any = optimizer._optimizer_step_pre_hooks  # ordered
 
@@ -64,9 +64,14 @@ class InBackward:
 
         register_optimizer_step_pre_hook(goes_last)
 
-    def check(self) -> None:
+    def check(self, *, of_weights: bool = False) -> None:
         """See `Updates`."""
-        if self.now in (BACKWARD, STEP):
+        if self.now == BROKEN and of_weights and not self.loads:
+            raise ConfigError(
+                "the last step broke off, and merakc.step_in_backward had updated a part of what "
+                "lives on the host: go on from a checkpoint (merakc.load)"
+            )
+        if self.now in (BACKWARD, STEP, ENDING):
             raise ConfigError(
                 f"the model is called or read, and merakc.step_in_backward waits for {self.now} of "
                 "the last step, which has updated what lives on the host. Call loss.backward() and "
@@ -79,32 +84,40 @@ class InBackward:
     @contextmanager
     def step(self, doubtful: Collection[str]) -> Iterator[None]:
         """The run of a training step: see `Updates`."""
-        self.check()
-        if self.now == BROKEN:
-            raise ConfigError(
-                "the last step broke off, and merakc.step_in_backward had updated a part of what "
-                "lives on the host: go on from a checkpoint (merakc.load)"
-            )
+        self.check(of_weights=True)
         self.now, self.runs, self.doubtful = BROKEN, True, doubtful
-        self.settings = _settings(self.optimizer)
+        self.settings = settings_now(self.optimizer)
         self.updated.clear()
-        try:
-            yield
+        try:  # a thread of this step's alone has the caller's way with the smallest numbers
+            with ThreadPoolExecutor(1, "merakc-update") as self.threads:
+                yield
+        except BaseException:
+            self._hide()
+            raise
         finally:
-            self.runs = False
-            for each in self.running:  # of a step that breaks off
-                each.exception()
-            self.late, self.running = [], []
+            self.runs, self.late, self.running = False, [], []
             if not self.updated:
                 self.now = CALL
+
+    def _hide(self) -> None:
+        """What is updated is not to be seen before the optimizer's step."""
+        for name in self.updated:
+            self.owned[name].__class__ = Updated
+        if self.updated:
+            self.state, self.optimizer.state = self.optimizer.state, Locked()  # type: ignore[assignment]
+
+    def _show(self) -> None:
+        for name, (_, kind) in self.updated.items():
+            self.owned[name].__class__ = kind
+        if self.state is not None:
+            self.optimizer.state, self.state = self.state, None
 
     def ended(self, gradients: Tensors) -> Callable[[float], None]:
         """The step has ended: see `Updates`."""
         self.now = BACKWARD if self.updated else CALL
-        for name, (_, kind) in self.updated.items():
+        for name in self.updated:
             del gradients[name]
-            assert type(self.owned[name]) is kind, "a parameter has become another"
-            self.owned[name].__class__ = Updated
+        self._hide()
         return self._handed_out
 
     def arrives(self, bucket: Bucket, mark: Mark) -> None:
@@ -116,13 +129,15 @@ class InBackward:
         if bucket.fetched and not bucket.has_master:
             self.late.append(update)
         else:
+            assert self.threads is not None, "a step runs"
             self.running.append(self.threads.submit(update))
 
     def finish(self) -> None:
         """Waits for all updates of a step."""
-        running = self.running + [self.threads.submit(update) for update in self.late]
-        self.late, self.running = [], []
-        for each in running:
+        for update in self.late:
+            assert self.threads is not None, "a step runs"
+            self.running.append(self.threads.submit(update))
+        for each in self.running:
             each.result()
 
     @contextmanager
@@ -130,14 +145,17 @@ class InBackward:
         """While weights are loaded, and the state of these optimizers: of a step that broke off
         nothing is left where this one's is among them.
         """
-        pending = self.now != CALL
-        for name, (_, kind) in self.updated.items():
-            self.owned[name].__class__ = kind
-            if self.owned[name].grad is not None:
+        self.now = CALL if self.now == CALL else BROKEN
+        self._show()
+        with torch._C.DisableTorchFunctionSubclass():
+            for name in self.updated:
                 self.owned[name].grad = None
         self.updated.clear()
-        self.now = BROKEN if pending else CALL
-        yield
+        self.loads = True
+        try:
+            yield
+        finally:
+            self.loads = False
         if any(self.optimizer is getattr(o, "optimizer", o) for o in optimizers):
             self.now = CALL
 
@@ -197,32 +215,50 @@ class InBackward:
                 self.owned[name].grad = spent
         self.now = STEP
 
-    def _before_step(self) -> None:
-        """Before the optimizer's step of the rest."""
-        if self.now in (CALL, BROKEN):
+    def _before_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before the optimizer's step of the rest, which is given the optimizer and these."""
+        if self.now == CALL or self.now == ENDING:
             return
+        if any(given is not None for given in (*args[1:], *kwargs.values())):
+            raise ConfigError(
+                "optimizer.step() is given a closure or other arguments, and "
+                "merakc.step_in_backward has updated what lives on the host without: leave them, "
+                "or it, out"
+            )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ConfigError(
+                "optimizer.step() under autocast, and merakc.step_in_backward has updated what "
+                "lives on the host without: step outside of it"
+            )
         if self.now != STEP:
             raise ConfigError(
                 f"optimizer.step(), and merakc.step_in_backward waits for {self.now}: what lives "
                 "on the host is updated already"
             )
-        if not _alike(_settings(self.optimizer), self.settings):
+        if not alike(settings_now(self.optimizer), self.settings):
             raise ConfigError(
                 f"the optimizer is {settings_of(self.optimizer)} in its step, and had other "
                 "settings in the backward, where merakc.step_in_backward has updated what lives on "
                 "the host: change learning rates and groups behind optimizer.step(), or before the "
                 "model is called"
             )
+        if not isinstance(self.optimizer.state, Locked):
+            raise ConfigError(
+                "the optimizer has another state in its step than in the backward, where "
+                "merakc.step_in_backward has updated what lives on the host: load it before the "
+                "model is called, or behind optimizer.step()"
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            for name, (spent, kind) in self.updated.items():
+            for name, (spent, _) in self.updated.items():
                 if self.owned[name].grad is not spent or spent.cleared:
                     raise ConfigError(
                         f"the gradient of '{name}' was taken away or replaced before "
                         "optimizer.step(), and merakc.step_in_backward has used it already"
                     )
+            for name in self.updated:
                 self.owned[name].grad = None
-                self.owned[name].__class__ = kind
-        self.now = CALL
+        self._show()
+        self.now = ENDING
 
     def _behind_step(self) -> None:
         """Behind it gradients are there that zero_grad() is to take away."""
@@ -230,6 +266,8 @@ class InBackward:
             for name, (spent, _) in self.updated.items():
                 self.owned[name].grad = spent
         self.updated.clear()
+        if self.now == ENDING:
+            self.now = CALL
 
 
 def _hooks(parameter: torch.Tensor) -> int:
@@ -243,44 +281,15 @@ def _own_hooks(parameter: torch.Tensor) -> int:
     return int("source" in vars(parameter))
 
 
-def _settings(optimizer: Optimizer) -> Settings:
-    """All that its groups say but for their parameters, as it is now."""
-    return [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-        | {"params": len(group["params"])}
-        for group in optimizer.param_groups
-    ]
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether settings are the same."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
-def step_of(optimizer: Optimizer, wanted: Set[torch.Tensor]) -> None:
-    """The step of an optimizer for some of its parameters, without anybody's hooks."""
-    part = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name != "step":  # which schedulers put there
-            vars(part)[name] = OrderedDict() if name.endswith("_hooks") else value
-    part.param_groups = [
-        group | {"params": [p for p in group["params"] if p in wanted]}
-        for group in optimizer.param_groups
-    ]
-    with stepping():
-        type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]
-
-
 def steps_by_parts(optimizer: Optimizer) -> bool:
     """Whether steps of some parameters after the other, and then of the rest, give what one step of
     all does, and leave the settings as they are: tried on copies, with small parameters.
     """
+    return all(_steps_alike(optimizer, left) for left in (0, 1))
+
+
+def _steps_alike(optimizer: Optimizer, left: int) -> bool:
+    """The same, where so many parameters of each group are left to the step."""
     groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
     with suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad():
         values, gradients = examples(groups, torch.float64)
@@ -292,19 +301,20 @@ def steps_by_parts(optimizer: Optimizer) -> bool:
         for step in gradients:
             _with_gradients(whole, step)
             one.step()
-            # The first of each group is left to the step; the others come last to first.
             for group, own in reversed([*zip(parts, step, strict=True)]):
-                for parameter, gradient in reversed([*zip(group[1:], own[1:], strict=True)]):
+                for parameter, gradient in reversed([*zip(group[left:], own[left:], strict=True)]):
                     parameter.grad = gradient.clone()
                     step_of(other, {parameter})
                     parameter.grad = None
-            _with_gradients([group[:1] for group in parts], [own[:1] for own in step])
+            _with_gradients([group[:left] for group in parts], [own[:left] for own in step])
             other.step()
             for parameter in chain(*parts):
                 parameter.grad = None
         pairs = zip(chain(*whole), chain(*parts), strict=True)
         same = all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in pairs)
-        return same and _alike(_settings(one), _settings(other))
+        groups_of = [len(each.param_groups) + 1 for each in (one, other)]
+        told = [settings_now(each)[:n] for each, n in zip((one, other), groups_of, strict=True)]
+        return same and alike(*told)
     return False
 
 

@@ -70,7 +70,7 @@ class Memory:
         backward waits for the optimizer's step.
         """
         if self.sharded is not None and self.sharded.updates is not None:
-            self.sharded.updates.check()
+            self.sharded.updates.check(of_weights=True)
         with torch._C.DisableTorchFunctionSubclass():
             if not self._unchanged():
                 self._check()

@@ -107,6 +107,17 @@ class Spent(torch.Tensor):
         return "Spent()"
 
 
+class Locked(dict[Any, Any]):
+    """Stands for an optimizer's state, while updates in the backward are not to be seen."""
+
+    def _refused(self, *_: Any, **__: Any) -> Never:
+        _refuse(f"the optimizer's state is read or written {_TOLD}")
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refused
+    __repr__ = __reduce_ex__ = __copy__ = __deepcopy__ = __eq__ = _refused
+    get = items = keys = values = pop = popitem = clear = update = setdefault = copy = _refused
+
+
 def check_idle(name: str, parameter: torch.Tensor, what: str, own_hooks: int = 0) -> None:
     """Raises `ConfigError` for a parameter that cannot be replaced: one with a gradient, and one on
     which users have hooks, beside `own_hooks` of ours of each kind.

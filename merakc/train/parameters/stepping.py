@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -107,3 +109,49 @@ def _end(optimizer: Optimizer, *_: Any) -> None:
         _state.frame = None
         for look in behind:
             look(optimizer)
+
+
+def step_of(optimizer: Optimizer, wanted: Set[torch.Tensor]) -> None:
+    """The step of an optimizer for some of its parameters, without anybody's hooks."""
+    part = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name != "step":  # which schedulers put there
+            vars(part)[name] = OrderedDict() if name.endswith("_hooks") else value
+    part.param_groups = [
+        group | {"params": [p for p in group["params"] if p in wanted]}
+        for group in optimizer.param_groups
+    ]
+    with stepping():
+        type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]
+
+
+def settings_now(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """All that its groups say, as it is now, and its own numbers."""
+    own = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
+    given = [own, *optimizer.param_groups]
+    left_out = ("params", "param_groups", "state", "step")
+    found = [{n: _as_now(v) for n, v in each.items() if n not in left_out} for each in given]
+    return [*found, *({"": [*map(id, g["params"])]} for g in optimizer.param_groups)]
+
+
+def _as_now(value: Any) -> Any:
+    """A copy of numbers, and of what holds them; what is something else, as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_as_now(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _as_now(each) for name, each in value.items()}
+    is_number = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return value.clone() if is_number else value
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether settings are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if one is other or (one != one and other != other):  # or NaN
+        return True
+    return type(one) is type(other) and bool(one == other)
