@@ -52,6 +52,7 @@ class InBackward:
         self.late: list[Callable[[], None]] = []  # of what graphs may still read
         self.running: list[Future[None]] = []
         self.threads: ThreadPoolExecutor | None = None  # of the running step
+        self.versions: dict[str, int] = {}  # of what is updated, once it is
         self.state: Any = None  # the optimizer's, while nobody is to see it
         sharded.updates = self
         before = optimizer.register_step_pre_hook(lambda _, *given: self._before_step(*given))
@@ -103,6 +104,7 @@ class InBackward:
         """What is updated is not to be seen before the optimizer's step."""
         for name in self.updated:
             self.owned[name].__class__ = Updated
+        self.versions = {name: self.owned[name]._version for name in self.updated}
         if self.updated:
             self.state, self.optimizer.state = self.optimizer.state, Locked()  # type: ignore[assignment]
 
@@ -250,6 +252,11 @@ class InBackward:
             )
         with torch._C.DisableTorchFunctionSubclass():
             for name, (spent, _) in self.updated.items():
+                if self.owned[name]._version != self.versions[name]:
+                    raise ConfigError(
+                        f"'{name}' was written to before optimizer.step(), through a tensor that "
+                        "shares its memory, and merakc.step_in_backward had updated it already"
+                    )
                 if self.owned[name].grad is not spent or spent.cleared:
                     raise ConfigError(
                         f"the gradient of '{name}' was taken away or replaced before "
@@ -268,6 +275,10 @@ class InBackward:
         self.updated.clear()
         if self.now == ENDING:
             self.now = CALL
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        order = [p for group in groups for p in group["params"] if p in state]
+        if any(p is not q for p, q in zip(order, state, strict=False)):  # as one step fills it
+            state.update({p: state.pop(p) for p in order})
 
 
 def _hooks(parameter: torch.Tensor) -> int:

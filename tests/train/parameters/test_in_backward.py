@@ -250,6 +250,16 @@ REFUSED = {
 Way = Callable[[ParallelModel, torch.optim.Optimizer], None]
 
 
+def holds_views() -> None:
+    model, optimizer = _ready()
+    held = next(iter(model.parameters())).detach()
+    merakc.step_in_backward(model, optimizer)
+    model(**words(0))["loss"].backward()
+    held.mul_(0.9)
+    with pytest.raises(merakc.MerakError, match="shares its memory"):
+        optimizer.step()
+
+
 def one_step(way: Way, before: Way = lambda *_: None) -> None:
     model, optimizer = _ready()
     merakc.step_in_backward(model, optimizer)
@@ -309,6 +319,7 @@ def refuses() -> None:
         no_zero_grad()
     sets_to_zero()
     stops_in_step()
+    holds_views()
     model, optimizer = _ready()
     merakc.step_in_backward(model, optimizer)
     with pytest.raises(merakc.MerakError, match=r"the gradient of the loss is 0\.5"):
