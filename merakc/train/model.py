@@ -350,7 +350,7 @@ class ParallelModel(Forwards):
         `TensorPart`s of others, which torch's distributed checkpoint understands.
         """
         refuse_in_methods("state_dict()")
-        self._own("_memory").settle()
+        self._own("_memory").check_seen()
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
         steps = self._own("_steps")
         if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later
@@ -374,7 +374,7 @@ class ParallelModel(Forwards):
                 "load_state_dict(assign=True): a parallel model's parameters lie in memory that "
                 "its steps share, so values can be copied into them, not put in their place"
             )
-        self._own("_memory").settle()
+        self._own("_memory").check_seen()
         own, whole = super().state_dict(keep_vars=True), self._own("_steps").source.state_dict()
         check_given(state_dict, own, whole)
         given = {n: v for n, v in state_dict.items() if n in own or n not in whole}

@@ -61,16 +61,19 @@ class Memory:
         with torch._C.DisableTorchFunctionSubclass():  # of what this rank has, as in `settle`
             self.places = {b: _pointers(b.owned) for b in self.buckets}
 
+    def check_seen(self) -> None:
+        """Raises `ConfigError` where an update in the backward waits for the optimizer's step."""
+        if self.sharded is not None and self.sharded.updates is not None:
+            self.sharded.updates.check(of_weights=True)
+
     def settle(self) -> None:
         """Brings values that were given other memory to where steps read them.
 
         Raises `ConfigError` for tensors, dtypes, devices and shapes that steps were not compiled
         for, and where only some parameters of a bucket were given other memory while something
-        else holds the old: what is written there later would be lost. And where an update in the
-        backward waits for the optimizer's step.
+        else holds the old: what is written there later would be lost. And as `check_seen` does.
         """
-        if self.sharded is not None and self.sharded.updates is not None:
-            self.sharded.updates.check(of_weights=True)
+        self.check_seen()
         with torch._C.DisableTorchFunctionSubclass():
             if not self._unchanged():
                 self._check()
