@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -57,10 +58,11 @@ class InBackward:
         sharded.updates = self
         before = optimizer.register_step_pre_hook(lambda _, *given: self._before_step(*given))
         optimizer.register_step_post_hook(lambda *_: self._behind_step())
-        hooks: Any = optimizer._optimizer_step_pre_hooks  # ordered
+        own = ref(optimizer)  # or it would live as long as the process
 
         def goes_last(stepping: Any, *_: Any) -> None:  # behind hooks that users add later
-            if stepping._optimizer_step_pre_hooks is hooks:
+            hooks: Any = stepping._optimizer_step_pre_hooks  # ordered
+            if own() is stepping:
                 hooks.move_to_end(before.id)
 
         register_optimizer_step_pre_hook(goes_last)
