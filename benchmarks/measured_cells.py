@@ -5,7 +5,8 @@ when it starts: it simulates the plan with the seconds that the computes take in
 its batch, and with those of messages and collectives apart; then it trains. Here trials and steps
 of training take turns, since the machine is faster in one minute than in the next, and the
 prediction is the one that `auto_parallel` would make of these trials. A step is all that
-`model(**batch)` and `backward()` do. The peak of a rank counts every storage that is alive.
+`model(**batch)` and `backward()` do. The peak of a rank counts every storage that is alive, but for
+gradients that may be on their way to be scattered, as in `benchmarks.memory`.
 
 Beside it stands what the cost model says of the same plan from the cluster file of this machine
 (`merakc calibrate`), without a look at the model's own kernels.
@@ -36,7 +37,7 @@ from rich.table import Table
 import merakc
 from benchmarks.harness import DocPath, JsonPath, finish, rich_table
 from benchmarks.measured_models import MODELS, make_batch
-from benchmarks.memory import step_peak
+from benchmarks.memory import on_the_way, peak_error, step_peak
 from benchmarks.ranks import run_ranks
 from benchmarks.reports import told_run
 from merakc.cli.calibration import calibrate
@@ -90,6 +91,7 @@ class Ran:
     runs_s: tuple[float, ...]
     predicted_bytes: int
     measured_bytes: int
+    on_the_way_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Cell:
     runs_s: tuple[float, ...]
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
+    on_the_way_bytes: tuple[int, ...]
 
     @property
     def measured_s(self) -> float:
@@ -123,8 +126,7 @@ class Cell:
     @property
     def memory_error(self) -> float:
         """The largest relative difference of a rank's peak."""
-        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
-        return max(abs(predicted / measured - 1) for predicted, measured in pairs)
+        return peak_error(self.predicted_bytes, self.measured_bytes, self.on_the_way_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Training:
         peak_bytes = step_peak(parallel, self.optimizer, batch)
         return Ran(
             predicted.step_s, modelled.step_s, tuple(self.runs_s[WARM_UP:]),
-            prediction.peak_bytes[place], peak_bytes,
+            prediction.peak_bytes[place], peak_bytes, on_the_way(parallel),
         )  # fmt: skip
 
 
@@ -246,6 +248,7 @@ def measure(model: str, plans: Sequence[str], steps: int, hardware: Hardware) ->
             runs_s=tuple(max(each) for each in zip(*(own.runs_s for own in found), strict=True)),
             predicted_bytes=tuple(own.predicted_bytes for own in found),
             measured_bytes=tuple(own.measured_bytes for own in found),
+            on_the_way_bytes=tuple(own.on_the_way_bytes for own in found),
         )
         for plan, *found in zip(plans, *every, strict=True)
     ]  # fmt: skip

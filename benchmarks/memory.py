@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any
@@ -98,8 +98,15 @@ class Cell:
     @property
     def error(self) -> float:
         """The largest relative difference of a rank, less what may be on the way."""
-        ranks = zip(self.predicted_bytes, self.measured_bytes, self.on_the_way_bytes, strict=True)
-        return max(max(0, abs(p - m) - way) / m for p, m, way in ranks)
+        return peak_error(self.predicted_bytes, self.measured_bytes, self.on_the_way_bytes)
+
+
+def peak_error(
+    predicted_bytes: Sequence[int], measured_bytes: Sequence[int], on_the_way_bytes: Sequence[int]
+) -> float:
+    """The largest relative difference of a rank's peak, less what may be on the way."""
+    ranks = zip(predicted_bytes, measured_bytes, on_the_way_bytes, strict=True)
+    return max(max(0, abs(p - m) - way) / m for p, m, way in ranks)
 
 
 def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int, int]:
@@ -119,7 +126,7 @@ def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int, int]:
     assert prediction is not None
     _, rank, _ = parallel.plan.mesh.coordinates(dist.get_rank())
     predicted_bytes = prediction.peak_bytes[rank]
-    return predicted_bytes, step_peak(parallel, optimizer, batch), _on_the_way(parallel)
+    return predicted_bytes, step_peak(parallel, optimizer, batch), on_the_way(parallel)
 
 
 def step_peak(
@@ -153,7 +160,7 @@ def _buckets(parallel: ParallelModel) -> list[torch.Tensor]:
     return [b.kept for b in sharded.buckets] if sharded else []
 
 
-def _on_the_way(parallel: ParallelModel) -> int:
+def on_the_way(parallel: ParallelModel) -> int:
     """The bytes of the largest bucket of gradients that is scattered, and of its parts."""
     sharded = parallel._own("_steps").sharded
     scattered = [b for b in sharded.buckets if b.groups.shards.gradients > 1] if sharded else []

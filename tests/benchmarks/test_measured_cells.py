@@ -22,7 +22,7 @@ from benchmarks.measured_cells import (
 from benchmarks.measured_models import MODELS
 from merakc.machines.cluster_files import preset
 
-CELL = Cell("m", "a", 2, 1.0, 2.0, (1.25, 1.0, 9.0), (100, 200), (104, 200))
+CELL = Cell("m", "a", 2, 1.0, 2.0, (1.25, 1.0, 9.0), (100, 200), (104, 200), (0, 0))
 
 
 def test_there_are_28_cells_of_all_models_and_plans() -> None:
@@ -36,6 +36,7 @@ def test_errors_are_of_the_median_and_of_the_worst_rank() -> None:
     assert CELL.error == pytest.approx(-0.2)
     assert CELL.modelled_error == pytest.approx(0.6)
     assert CELL.memory_error == pytest.approx(4 / 104)
+    assert replace(CELL, on_the_way_bytes=(3, 0)).memory_error == pytest.approx(1 / 104)
 
 
 def test_a_choice_loses_what_the_plan_predicted_best_takes_more() -> None:
