@@ -56,7 +56,6 @@ class Task:
     precision: str | None = None
     clip_norm: float | None = None
     cluster: Cluster | None = None
-    axis: str = "tp"  # what the mesh's tp is to be: "cp" where ranks share sequences, "ep" experts
     options: Mapping[str, Any] = field(default_factory=dict)  # others of auto_parallel
 
 
@@ -76,7 +75,8 @@ def train_layout(task: Task) -> Reference:
             model,
             batches[0],
             dp=mesh.dp,
-            **{task.axis: mesh.tp},
+            tp=mesh.tp,
+            **{"ep" if mesh.experts else "cp": mesh.cp},
             pp=mesh.pp,
             micro_batches=task.micro_batches // mesh.dp,
             schedule=task.schedule,

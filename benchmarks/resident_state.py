@@ -161,10 +161,10 @@ def _local_elements(parallel: ParallelModel) -> dict[int, int]:
     """Elements of the trained parameters, or of their parts, that this rank's stages read."""
     found: Counter[int] = Counter()
     groups = parallel._own("_steps").groups
-    _, pipeline_rank, tp_rank = groups.coordinates
+    pipeline_rank = groups.coordinates[1]
     for place in parallel._own("_steps").placements.values():
         if place.is_parameter and place.requires_grad and pipeline_rank in place.ranks:
-            shape = place.layout.local_shape(groups.mesh.tp, tp_rank)
+            shape = place.layout.local_shape(groups.mesh.weight_ranks, groups.weight_rank)
             found[min(place.ranks)] += math.prod(shape)
     return dict(found)  # dataclasses.asdict does not know Counters
 

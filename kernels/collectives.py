@@ -27,6 +27,7 @@ from merakc.errors import ConfigError
 # What is told of a collective: its op, its axis, the bytes of its tensor, and how it is issued.
 Watcher = Callable[[str, str, int, Callable[[], Any]], Any]
 
+AXES = ("cp", "tp")  # over which the collectives of graphs run
 _groups: dict[str, dist.ProcessGroup] = {}
 _watchers: list[Watcher] = []
 _REDUCE_OPS = {

@@ -116,7 +116,7 @@ def auto_parallel(
         plan: a plan, or its file, in place of a search; what that measured stands. Rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
-        cp: ranks that hold a model whole and each take a part of every sequence, in place of tp.
+        cp: ranks that hold the same parameters and each take a part of every sequence, beside tp.
         ep: the same, with the experts of mixtures shared among them.
         pp: pipeline ranks.
         micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
@@ -186,7 +186,7 @@ def _made_again(
     kept = ("pp", "precision", "offload", "batch_dims", "couplings") if asked["plan"] else ()
     asked = {**asked, **{name: getattr(before, name) for name in kept}}
     if asked["plan"]:
-        asked |= {before.form.axis: before.tp}
+        asked |= before.form.degrees
     asked |= {"dp": before.dp, "plan": None, "ledger": None}
     if "plan" in options:
         asked |= dict.fromkeys(("dp", "tp", "cp", "ep", "pp"))

@@ -299,8 +299,8 @@ def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float
 
 
 def _batch_mark(value: int, mesh: Mesh, rank: int) -> float:
-    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
-    return _mark(value, dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
+    dp, pipeline_rank, lane = mesh.coordinates(rank)
+    return _mark(value, dp, mesh.lanes * mesh.pp, pipeline_rank == lane == 0)
 
 
 def common_mark(tensors: Iterable[torch.Tensor], mesh: Mesh, rank: int, step: int) -> float:
@@ -324,8 +324,8 @@ def settings_mark(told: str, mesh: Mesh, rank: int) -> float:
     """What a rank adds for its optimizers; over the ranks of each pipeline rank the sum is zero:
     they hold the same parameters, or parts of them.
     """
-    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
-    return _mark(zlib.crc32(told.encode()), pipeline_rank, mesh.dp * mesh.tp, dp == tp_rank == 0)
+    dp, pipeline_rank, lane = mesh.coordinates(rank)
+    return _mark(zlib.crc32(told.encode()), pipeline_rank, mesh.dp * mesh.lanes, dp == lane == 0)
 
 
 def common_settings_mark(told: str, mesh: Mesh, rank: int) -> float:

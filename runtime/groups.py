@@ -45,7 +45,7 @@ class Groups:
 
     @property
     def coordinates(self) -> tuple[int, int, int]:
-        """This rank's (dp, pp, tp)."""
+        """This rank's (dp, pp, lane)."""
         return self.mesh.coordinates(self.rank)
 
     def group(
@@ -83,29 +83,44 @@ class Groups:
         return group
 
     def axis(self, name: str, purpose: str = "") -> dist.ProcessGroup | None:
-        """The group along one mesh axis ("dp", "tp", "pp"), "model": all ranks of one dp, or
+        """The group along one mesh axis ("dp", "cp", "tp", "pp"), "model": all ranks of one dp, or
         "world": all ranks.
         """
         mesh = self.mesh
         families: dict[Any, list[int]] = {}
         for rank in range(mesh.world_size):
-            dp, pp, tp = mesh.coordinates(rank)
-            rest = {"dp": (pp, tp), "tp": (dp, pp), "pp": (dp, tp), "model": (dp,), "world": ()}
+            dp, pp, lane = mesh.coordinates(rank)
+            rest = {
+                "dp": (pp, lane), "cp": (dp, pp, lane % mesh.tp), "tp": (dp, pp, lane // mesh.tp),
+                "pp": (dp, lane), "model": (dp,), "world": (),
+            }  # fmt: skip
             families.setdefault(rest[name], []).append(rank)
         return self.group(families.values(), purpose)
+
+    @property
+    def of_weights(self) -> dist.ProcessGroup | None:
+        """The ranks that have the parts of a split weight between them."""
+        return self.axis("cp" if self.mesh.experts else "tp")
+
+    @property
+    def weight_rank(self) -> int:
+        """Which part of it this rank has."""
+        return self.mesh.weight_rank(self.coordinates[2])
 
     def open(self) -> None:
         """Makes the groups of all axes now: to wait for one in a step, where a rank was lost, would
         take as long as waits may.
         """
-        for name in ("dp", "tp", "pp", "model", "world"):
+        for name in ("dp", "cp", "tp", "pp", "model", "world"):
             self.axis(name)
 
     def holders(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """These pipeline ranks' ranks with the same shards as this one, in its dp replica."""
         mesh = self.mesh
         return self.group(
-            [mesh.rank(dp, r, tp) for r in ranks] for dp in range(mesh.dp) for tp in range(mesh.tp)
+            [mesh.rank(dp, r, lane) for r in ranks]
+            for dp in range(mesh.dp)
+            for lane in range(mesh.lanes)
         )
 
     def channels(self, ways: Sequence[Way]) -> Channels:
@@ -115,7 +130,7 @@ class Groups:
         there all pipeline ranks have one for each direction, of activations and of gradients.
         """
         found: dict[Way, dist.ProcessGroup | None] = {}
-        dp, own, tp = self.coordinates
+        dp, own, lane = self.coordinates
         for way in ways:
             source, target, is_grad = way
             if streams_of(self.device) is None:
@@ -123,11 +138,11 @@ class Groups:
             else:
                 group = self.group(
                     ([self.mesh.rank(d, source, t), self.mesh.rank(d, target, t)]
-                     for d in range(self.mesh.dp) for t in range(self.mesh.tp)),
+                     for d in range(self.mesh.dp) for t in range(self.mesh.lanes)),
                     purpose(way),
                 )  # fmt: skip
             if own in (source, target):
-                of = self.mesh.rank(dp, source, tp), self.mesh.rank(dp, target, tp), is_grad
+                of = self.mesh.rank(dp, source, lane), self.mesh.rank(dp, target, lane), is_grad
                 found[of] = group
         return found
 

@@ -65,16 +65,15 @@ def joined(
     name: str,
     groups: Groups,
 ) -> torch.Tensor:
-    """A tensor that this pipeline rank holds, whole, on each of its tp ranks. Collective."""
-    own, layout, group = local[name], placements[name].layout, groups.axis("tp")
+    """A tensor that this pipeline rank holds, whole, on each of its lanes. Collective."""
+    own, layout, group = local[name], placements[name].layout, groups.of_weights
     if group is None or not layout.is_split:
         return own
-    (dp, pipeline_rank, rank), mesh = groups.coordinates, groups.mesh
-    parts = []
-    for tp in range(mesh.tp):
-        shape = layout.local_shape(mesh.tp, tp)
-        parts.append(own.contiguous() if tp == rank else own.new_empty(shape))
-        dist.broadcast(parts[-1], mesh.rank(dp, pipeline_rank, tp), group=group)
+    parts, ranks = [], dist.get_process_group_ranks(group)
+    for part, rank in enumerate(ranks):
+        shape = layout.local_shape(len(ranks), part)
+        parts.append(own.contiguous() if rank == groups.rank else own.new_empty(shape))
+        dist.broadcast(parts[-1], rank, group=group)
     return layout.join(parts)
 
 
@@ -88,11 +87,12 @@ def gather_full(
     """The whole tensors by name, on the CPU of rank 0, and {} on the other ranks. Collective.
 
     `local` has this rank's parts, but for those that are `made`, some at a time, on all dp ranks of
-    a stage in the same order; a name that no owner holds is left out. Only dp rank 0 sends.
+    a stage in the same order; a name that no owner holds is left out. Only the first of the ranks
+    that share their state sends.
     """
     rest = local.keys() - {name for pieces in made for name in pieces.names}
     every = [*made, *(Pieces([n], lambda n=n: {n: local[n]}) for n in sorted(rest))]  # type: ignore[misc]
-    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
+    _, pipeline_rank, lane = mesh.coordinates(rank)
     own = [[n for n in p.names if placements[n].owner == pipeline_rank] for p in every]
     order = [name for names in own for name in names]
     everyone = [order]
@@ -106,7 +106,7 @@ def gather_full(
             is_split = placements[name].layout.is_split
             if rank == 0:
                 found[name] = _received(name, 0, parts[name], placements[name], mesh)
-            elif dp == 0 and (is_split or tp_rank == 0):
+            elif mesh.state_rank(rank) == 0 and (is_split or lane == 0):
                 dist.send(parts[name].detach().cpu().contiguous(), 0, all_ranks())
         del parts
     if rank == 0:
@@ -119,10 +119,10 @@ def gather_full(
 def _received(
     name: str, pipeline_rank: int, own: torch.Tensor | None, place: Placement, mesh: Mesh
 ) -> torch.Tensor:
-    """A whole tensor on rank 0, memory of its own, from the tp ranks of its owner."""
+    """A whole tensor on rank 0, memory of its own, from the lanes of its owner."""
     parts = [] if own is None else [own.detach().cpu()]
-    for t in range(len(parts), mesh.tp if place.layout.is_split else 1):
-        part = torch.empty(place.layout.local_shape(mesh.tp, t), dtype=place.dtype)
+    for t in range(len(parts), mesh.weight_ranks if place.layout.is_split else 1):
+        part = torch.empty(place.layout.local_shape(mesh.weight_ranks, t), dtype=place.dtype)
         dist.recv(part, mesh.rank(0, pipeline_rank, t), all_ranks())
         parts.append(part)
     joined = place.layout.join(parts)
@@ -136,7 +136,7 @@ def tied_reducer(
     device: torch.device,
 ) -> Callable[[Tensors], None]:
     """Sums the gradients of a tied parameter over the ranks that share it, of those `wanted`."""
-    _, own, tp_rank = groups.coordinates
+    own = groups.coordinates[1]
     tied: list[tuple[dist.ProcessGroup, list[str]]] = []
     for ranks in sorted({p.ranks for p in placements.values() if len(p.ranks) > 1}):
         group = groups.holders(ranks)  # all ranks make every group
@@ -145,7 +145,8 @@ def tied_reducer(
             tied.append((group, sorted(set(held).intersection(wanted))))
 
     def zeros(name: str) -> torch.Tensor:
-        shape = placements[name].layout.local_shape(groups.mesh.tp, tp_rank)
+        layout = placements[name].layout
+        shape = layout.local_shape(groups.mesh.weight_ranks, groups.weight_rank)
         return torch.zeros(shape, dtype=placements[name].dtype, device=device)
 
     def reduce(gradients: Tensors) -> None:

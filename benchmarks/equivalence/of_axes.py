@@ -21,8 +21,11 @@ MODELS_OF: Mapping[str, tuple[str, ...]] = {
            "gpt_oss", "granite_moe", "jamba", "switch_transformers"),
     "cp": ("llama", "gpt2", "qwen2", "gemma3", "t5", "bart", "whisper", "vit", "mamba"),
 }  # fmt: skip
-# (dp, ranks of the axis, pp)
-LAYOUTS = ((1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1))
+# (dp, ranks of the axis, pp), and tp beside them
+LAYOUTS: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "ep": ((1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1)),
+    "cp": ((1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 2, 1, 2)),
+}
 
 
 def main(
@@ -41,12 +44,12 @@ def main(
         planned = [
             LayoutCell(model, layout, axis=axis)
             for model in MODELS_OF[axis]
-            for layout in LAYOUTS
+            for layout in LAYOUTS[axis]
             if not wanted or model in wanted
         ]
         described = tracked(planned, lambda c: f"{c.model} {c.layout}", console)
         cells = [measure_cell(cell, True, timeout_s) for cell in described]
-        title = f"Largest relative error in float64, dp·{axis}·pp"
+        title = f"Largest relative error in float64, dp·{axis}·pp, and tp beside it"
         console.print(rich_table(cells_rows(cells), title=title))
         every += cells
     conclude(console, every, json_path, most_refused=1.0)

@@ -46,13 +46,22 @@ TABLE_WIDTH = 150  # nine layouts with two figures each
 class LayoutCell(Cell):
     """One model in one layout. `cast_error` is of the run with the model's float32 casts kept.
 
-    Where ranks share more than weights (`axis`), dp shards the optimizer's state.
+    `layout` are the ranks of dp, of the `axis`, of pp, and, where the axis is cp or ep, perhaps of
+    tp. There dp shards the optimizer's state.
     """
 
     model: str
-    layout: tuple[int, int, int]
+    layout: tuple[int, ...]
     cast_error: Difference | None = None
     axis: str = "tp"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        dp, ranks, pp, *tp = self.layout
+        if self.axis == "tp":
+            return Mesh(dp, ranks, pp)
+        return Mesh(dp, *(tp or (1,)), pp, cp=ranks, experts=self.axis == "ep")
 
     @property
     def passed(self) -> bool:
@@ -104,10 +113,10 @@ def _compare_casts(cell: LayoutCell, timeout_s: float) -> dict[str, Any]:
 
 
 def _task(cell: LayoutCell, lift: bool) -> Task:
-    mesh = Mesh(*cell.layout)
+    mesh = cell.mesh
     shards = "zero-1" if mesh.dp > 1 and cell.axis != "tp" else None
     return Task(CASES[cell.model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift,
-                axis=cell.axis, state_shards=shards)  # fmt: skip
+                state_shards=shards)  # fmt: skip
 
 
 def _difference(
@@ -166,7 +175,9 @@ sides. Every training ran twice and was compared bit by bit.
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(EQUIVALENCE_MODELS),
     layouts: Annotated[str, typer.Option(help="dp,tp,pp;dp,tp,pp;...")] = LAYOUTS,
-    axis: Annotated[str, typer.Option(help="tp, or in its place cp or ep.")] = "tp",
+    axis: Annotated[
+        str, typer.Option(help="tp, or cp or ep, after which tp may come as well.")
+    ] = "tp",
     json_path: JsonPath = None,
     lift: Annotated[
         bool | None,
@@ -194,6 +205,6 @@ def main(
     )  # fmt: skip
 
 
-def _parse_layout(text: str) -> tuple[int, int, int]:
-    dp, tp, pp = map(int, text.split(","))
-    return dp, tp, pp
+def _parse_layout(text: str) -> tuple[int, ...]:
+    dp, ranks, pp, *tp = map(int, text.split(","))
+    return dp, ranks, pp, *tp

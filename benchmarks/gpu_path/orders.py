@@ -19,7 +19,7 @@ from merakc.analysis.calls import (
     Call,
     Communicator,
     Event,
-    Lane,
+    Stream,
     Wait,
     Wiring,
     step_calls,
@@ -202,7 +202,7 @@ def _swap(events: list[Event], draw: random.Random, wanted: Callable[[Call], boo
         if isinstance(event, Call):
             events[at] = swapped.get(event, event)
         elif isinstance(event, Wait) and event.call in swapped:
-            events[at] = Wait(swapped[event.call], event.lane)
+            events[at] = Wait(swapped[event.call], event.stream)
 
 
 def _drop(events: list[Event], draw: random.Random, wanted: Callable[[Call], bool]) -> None:
@@ -221,11 +221,11 @@ def _late(events: list[Event], draw: random.Random) -> None:
     wait = next(at for at, e in enumerate(events) if isinstance(e, Wait) and e.call is call)
     del events[wait]
     later -= wait < later
-    events[later:later] = [call, Wait(call, Lane.ASIDE)]
+    events[later:later] = [call, Wait(call, Stream.ASIDE)]
 
 
 def _reduces(call: Call) -> bool:
-    return call.lane is Lane.ASIDE
+    return call.stream is Stream.ASIDE
 
 
 def _over_tp(call: Call) -> bool:

@@ -187,7 +187,7 @@ class _Blocks:
         for kernel, count in kernels.items():
             if kernel.kind is KernelKind.COLLECTIVE:
                 place = self.place
-                link_s += count * collective_seconds(kernel, place.group, place.fabric)
+                link_s += count * collective_seconds(kernel, place)
             else:
                 plain = scale if kernel.kind is KernelKind.TRAFFIC else 1.0
                 compute_s += count * plain * kernel_seconds(kernel, self.place.device)

@@ -36,7 +36,7 @@ IN_FLIGHT = 1
 COLLECTIVES = "collectives"  # of what is no message
 
 
-class Lane(StrEnum):
+class Stream(StrEnum):
     """A stream of a rank that makes calls."""
 
     COMPUTE = "computing"
@@ -62,7 +62,7 @@ class Call:
     ends: tuple[int, ...]
     what: str
     at: str
-    lane: Lane = Lane.COMPUTE
+    stream: Stream = Stream.COMPUTE
     is_message: bool = False
 
     def __str__(self) -> str:
@@ -71,18 +71,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wait:
-    """A lane goes on once a call has ended."""
+    """A stream goes on once a call has ended."""
 
     call: Call
-    lane: Lane = Lane.COMPUTE
+    stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A lane goes on once another has come to where it is now."""
+    """A stream goes on once another has come to where it is now."""
 
-    lane: Lane
-    other: Lane
+    stream: Stream
+    other: Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +204,18 @@ class _Walk:
 
     def _work(self, action: Action) -> Iterator[Event]:
         """What an action that is no message does: between the collectives over dp, those over tp
-        that a graph may have.
+        and cp that a graph may have.
         """
         late: list[Event] = []
         for turn, one in enumerate((*action.collectives, None)):
             if action.kind.is_compute:
-                what = f"collective {turn} of {action} over tp"
-                over_tp = [*self._waited(self._along("tp"), what, action)]
+                over_tp = [
+                    event
+                    for axis in ("cp", "tp")
+                    for event in self._waited(
+                        self._along(axis), f"collective {turn} of {action} over {axis}", action
+                    )
+                ]
                 at_once = len(over_tp) - self.wiring.overlapped
                 yield from over_tp[:at_once]
                 late += over_tp[at_once:]
@@ -230,11 +235,13 @@ class _Walk:
 
     def _along(self, axis: str) -> tuple[int, ...]:
         """The ranks of an axis of the mesh that this one is on."""
-        mesh, (dp, pp, tp) = self.mesh, self.place
+        mesh, (dp, pp, lane) = self.mesh, self.place
+        on_tp, on_cp = lane % mesh.tp, lane // mesh.tp
         places = {
-            "dp": [(d, pp, tp) for d in range(mesh.dp)],
-            "pp": [(dp, p, tp) for p in range(mesh.pp)],
-            "tp": [(dp, pp, t) for t in range(mesh.tp)],
+            "dp": [(d, pp, lane) for d in range(mesh.dp)],
+            "pp": [(dp, p, lane) for p in range(mesh.pp)],
+            "tp": [(dp, pp, on_cp * mesh.tp + t) for t in range(mesh.tp)],
+            "cp": [(dp, pp, c * mesh.tp + on_tp) for c in range(mesh.cp)],
         }
         return tuple(sorted(mesh.rank(*place) for place in places[axis]))
 
@@ -246,7 +253,7 @@ class _Walk:
             role = Role.GATHER if one.kind is CollectiveKind.GATHER else Role.REFRESH
             if one.bucket in self.gathered:  # what is gathered has been refreshed
                 yield Wait(self.gathered.pop(one.bucket))
-            for call in self._over_dp(action, one, [role], Lane.COMPUTE):
+            for call in self._over_dp(action, one, [role], Stream.COMPUTE):
                 self.gathered[one.bucket] = call
                 yield call
         else:
@@ -255,17 +262,17 @@ class _Walk:
     def _reduction(self, action: Action, one: Collective) -> Iterator[Event]:
         """Beside the computing, which waits for the one before those that may be in flight."""
         roles = self.specs[one.bucket].shards.reduction(last=one.kind is CollectiveKind.REDUCE)
-        calls = self._over_dp(action, one, roles, Lane.ASIDE)
+        calls = self._over_dp(action, one, roles, Stream.ASIDE)
         while self.reduced and (one.bucket in self.reduced or len(self.reduced) > IN_FLIGHT):
             yield Wait(self.reduced.pop(next(iter(self.reduced))))
-        yield Join(Lane.ASIDE, Lane.COMPUTE)
+        yield Join(Stream.ASIDE, Stream.COMPUTE)
         for call in calls:
             yield call
-            yield Wait(call, Lane.ASIDE)
+            yield Wait(call, Stream.ASIDE)
             self.reduced[one.bucket] = call
 
     def _over_dp(
-        self, action: Action, one: Collective, roles: Iterable[Role], lane: Lane
+        self, action: Action, one: Collective, roles: Iterable[Role], stream: Stream
     ) -> Iterator[Call]:
         """The calls of one collective over dp, in their order, of groups with several ranks."""
         shards = self.specs[one.bucket].shards
@@ -274,7 +281,7 @@ class _Walk:
             ranks = tuple(sorted(self.sharing[p] for p in same))
             if len(ranks) > 1:
                 of = Communicator(COLLECTIVES, ranks)
-                yield Call(of, ranks, f"{one.kind} {one.bucket} ({role})", str(action), lane)
+                yield Call(of, ranks, f"{one.kind} {one.bucket} ({role})", str(action), stream)
 
     def _reduce(self, action: Action) -> Iterator[Event]:
         """The end of all reductions, and the sums over what holds the same parameters."""

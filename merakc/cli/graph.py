@@ -83,16 +83,17 @@ def graph(
 
 def _decided(lowered: Lowered) -> tuple[dict[str, str], dict[Ref, str]]:
     """The stage of each node, "all" where each that reads it makes it itself; and the dims of each
-    value that are split over tp.
+    value that are split over tp, or over cp.
     """
     whole, sharding = lowered.loss.graph, lowered.stages.sharding
     stages = {n.name: str(lowered.stages.of.get(n.name, "all")) for n in whole.nodes}
     splits: dict[Ref, str] = {}
     for ref in whole.specs():
-        part = sharding.sequence_of(ref)
-        layout = (part.layouts if part else sharding.layouts).get(ref)
-        dims = enumerate(layout.dims if layout is not None else ())
-        splits[ref] = ",".join(str(k) for k, dim in dims if any(f.split for f in dim))
+        layouts = [one.layout_of(ref) for one in (sharding, sharding.context) if one is not None]
+        split = {
+            k for own in layouts for k, dim in enumerate(own.dims) if any(f.split for f in dim)
+        }
+        splits[ref] = ",".join(map(str, sorted(split)))
     return stages, splits
 
 

@@ -47,7 +47,7 @@ def pass_effects(
     Raises `PlanError` where the plan is of another model.
     """
     found: list[PassEffect] = []
-    place = place_on(cluster, plan.tp)
+    place = place_on(cluster, plan.tp, cp=plan.cp)
 
     def tell(each: Pass, given: Any, made: Any, seconds: float) -> None:
         found.append(pass_effect(each, given, made, place))

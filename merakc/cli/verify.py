@@ -108,10 +108,10 @@ def result_table(plan: Plan, result: CheckResult) -> Group:
 def _degrees(plan: Plan) -> dict[str, object]:
     """The decisions of a plan in few words, by name."""
     found: dict[str, object] = {
-        "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "stages": len(plan.rank_of),
+        "dp": plan.dp, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp, "stages": len(plan.rank_of),
         "micro_batches": plan.micro_batches, "schedule": plan.schedule,
         "recompute": plan.recompute, "sequence_parallel": plan.sequence_parallel,
-        "context_parallel": plan.context_parallel, "expert_parallel": plan.expert_parallel,
+        "expert_parallel": plan.expert_parallel,
         "state_shards": [str(s) for s in plan.state_shards],
         "precision": str(plan.precision) if plan.precision else None,
         "sub_batches": list(plan.sub_batches),

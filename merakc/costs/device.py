@@ -30,6 +30,7 @@ from merakc.costs.fabric import (
     hardware_fabric,
 )
 from merakc.costs.work.kernels import Kernel, KernelKind, Work
+from merakc.kernels.collectives import AXES
 from merakc.machines.cluster import Cluster, Device, Factors, Hardware, Profile
 from merakc.machines.figures import DtypeName, Points
 from merakc.machines.links import Host
@@ -60,10 +61,10 @@ PLAIN = Factors()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank works: its device, and the links to the others of its tp group.
+    """Where a rank works: its device, and the links to the others of its tp and cp groups.
 
     `tp` of None is a group of unknown size in a node, taken for a whole node. With `overlap` the
-    collectives of tp run beside other kernels, as where both are cut into parts. `factors` are
+    collectives of both run beside other kernels, as where both are cut into parts. `factors` are
     those of measured steps; those of collectives are in the fabric. With `symmetric_memory` the
     ranks of the group read each other's. `host` is the memory beside the device, where it is known.
     """
@@ -75,10 +76,13 @@ class Place:
     factors: Factors = PLAIN
     symmetric_memory: bool = False
     host: Host | None = None
+    cp: int = 1
 
-    @property
-    def group(self) -> Group:
-        """The tp group: neighbouring ranks."""
+    def group(self, axis: str) -> Group:
+        """The ranks of an axis: neighbours of tp, those of cp as many apart as tp has."""
+        assert axis in AXES, axis
+        if axis == "cp":
+            return axis_group(self.cp, self.tp or 1, self.fabric)
         return axis_group(self.tp or self.fabric.ranks_per_node, 1, self.fabric)
 
 
@@ -87,6 +91,7 @@ def rank_place(
     ranks: int,
     tp: int | None = None,
     *,
+    cp: int = 1,
     overlap: bool = False,
     device: Device | None = None,
 ) -> Place:
@@ -94,13 +99,15 @@ def rank_place(
     fabric = hardware_fabric(hardware, ranks)
     symmetric = hardware.level(tp or fabric.ranks_per_node).symmetric_memory
     own = device or hardware.slowest
-    return Place(own, fabric, tp, overlap, hardware.factors, symmetric, host=hardware.host)
+    return Place(own, fabric, tp, overlap, hardware.factors, symmetric, host=hardware.host, cp=cp)
 
 
-def place_on(cluster: Cluster, tp: int, device: Device | None = None) -> Place:
-    """Where the ranks of a tp group work on a cluster; of a nominal one, on a node of their own."""
-    hardware = cluster.described(tp)
-    return rank_place(hardware, len(hardware.devices), tp, device=device)
+def place_on(cluster: Cluster, tp: int, device: Device | None = None, *, cp: int = 1) -> Place:
+    """Where the ranks of tp, and of cp, work on a cluster; of a nominal one, on a node of their
+    own.
+    """
+    hardware = cluster.described(tp * cp)
+    return rank_place(hardware, len(hardware.devices), tp, cp=cp, device=device)
 
 
 def forward_seconds(work: Work, place: Place) -> float:
@@ -123,7 +130,7 @@ def work_seconds(kernels: Mapping[Kernel, int], place: Place, factor: float = 1.
     compute_s = wire_s = 0.0
     for kernel, count in kernels.items():
         if kernel.kind is KernelKind.COLLECTIVE:
-            wire_s += count * collective_seconds(kernel, place.group, place.fabric)
+            wire_s += count * collective_seconds(kernel, place)
         else:
             compute_s += count * factor * kernel_seconds(kernel, place.device)
     device_s = compute_s + wire_s
@@ -141,8 +148,9 @@ def launched(device_s: float, host_s: float) -> float:
     return longer * together
 
 
-def collective_seconds(kernel: Kernel, group: Group, fabric: Fabric) -> float:
-    """Seconds of a collective of the graph over this group."""
+def collective_seconds(kernel: Kernel, place: Place) -> float:
+    """Seconds of a collective of the graph over the ranks of its axis."""
+    group, fabric = place.group(kernel.axis), place.fabric
     if "all_reduce" in kernel.op:
         return all_reduce_seconds(kernel.traffic_bytes, group, fabric)
     return all_gather_seconds(kernel.traffic_bytes / fabric.gather_share, group, fabric)

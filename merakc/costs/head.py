@@ -95,7 +95,7 @@ def with_head(
     device: Device | None = None,
 ) -> StageCost:
     """The cost of the stage that runs the head, from the head's own graphs."""
-    place = place_on(cluster, mesh.tp, device)
+    place = place_on(cluster, mesh.tp, device, cp=mesh.cp)
     seconds = graph_seconds(chunk.forward, place, place.factors.forward)
     if chunk.backward is not None:
         seconds += graph_seconds(chunk.backward, place, place.factors.backward)

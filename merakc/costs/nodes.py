@@ -19,7 +19,7 @@ from merakc.costs.device import (
     work_seconds,
 )
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED, wire_bytes
-from merakc.costs.work.kernels import Kernel, KernelKind, node_kernels
+from merakc.costs.work.kernels import KernelKind, collective_kernel, node_kernels
 from merakc.ir.costs import GraphCollective, GraphCollectives
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.ir.program import ActionKind, StageGraphs
@@ -44,8 +44,7 @@ def link_seconds(node: Node, specs: Specs, place: Place) -> float:
     op = PIPELINED.get(node.op) or STARTED.get(node.op, node.op)
     if op not in COLLECTIVES:
         return 0.0
-    kernel = Kernel(KernelKind.COLLECTIVE, traffic_bytes=wire_bytes(node, specs), op=op)
-    return collective_seconds(kernel, place.group, place.fabric)
+    return collective_seconds(collective_kernel(node, op, wire_bytes(node, specs)), place)
 
 
 def move_seconds(node: Node, specs: Specs, place: Place) -> float:
@@ -205,7 +204,7 @@ def _walked(graph: Graph, place: Place, factor: float = 1.0) -> _Walk:
             for kernel in node_kernels(node, walk.specs):
                 walk.host_s += launch_s
                 if kernel.kind is KernelKind.COLLECTIVE:
-                    walk.now_s += collective_seconds(kernel, place.group, place.fabric)
+                    walk.now_s += collective_seconds(kernel, place)
                 else:
                     walk.now_s += factor * kernel_seconds(kernel, place.device)
     return walk

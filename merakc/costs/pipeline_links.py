@@ -46,8 +46,8 @@ def crossing(mesh: Mesh, per_node: int) -> frozenset[tuple[int, int]]:
     """
     starts = {dp * mesh.dp_stride % per_node for dp in range(min(mesh.dp, per_node))}
     nodes = [
-        tuple((start + pp * mesh.pp_stride + tp) // per_node for start in starts
-              for tp in range(mesh.tp))
+        tuple((start + pp * mesh.pp_stride + lane) // per_node for start in starts
+              for lane in range(mesh.lanes))
         for pp in range(mesh.pp)
     ]  # fmt: skip
     pairs = ((a, b) for a in range(mesh.pp) for b in range(mesh.pp))

@@ -39,7 +39,7 @@ def reserved_bytes(device: Device, mesh: Mesh) -> int:
     """What a rank on such a device has beside its tensors: it calls a communicator of each axis of
     more than one rank.
     """
-    return device.reserved_bytes(sum(ranks > 1 for ranks in (mesh.dp, mesh.tp, mesh.pp)))
+    return device.reserved_bytes(sum(ranks > 1 for ranks in (mesh.dp, mesh.cp, mesh.tp, mesh.pp)))
 
 
 def rank_memory_bytes(cluster: Cluster, mesh: Mesh) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ def unlike_splits(plan: Plan, checked: Plan) -> tuple[str, ...]:
 
     Of a smaller model the sizes are others; which factors of which dims are split is compared.
     """
-    if checked.tp == 1:
+    if checked.mesh.weight_ranks == 1:
         return ()
     kinds = [{n: SIZE.sub("n", t) for n, t in p.splits.items()} for p in (plan, checked)]
     names = {n for n in kinds[0] if n in checked.parameters} | kinds[1].keys()
@@ -300,7 +300,7 @@ def _recorder(
             found = record_part(
                 model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"),
                 strategy.precision, couplings=plan.couplings, dims=plan.batch_dims,
-                divided=strategy.tp > 1, compared=compared,
+                divided=strategy.lanes > 1, compared=compared,
             )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")

@@ -33,7 +33,10 @@ def lower_strategy(plan: Plan, ranks: int) -> Strategy:
     shards = {n: n for n in levels}
     if mesh.world_size > ranks:
         pp = plan.pp if plan.order else min(plan.pp, DEGREE)
-        mesh = Mesh(max(levels.values()), min(plan.tp, DEGREE), pp)
+        mesh = Mesh(
+            max(levels.values()), min(plan.tp, DEGREE), pp, cp=min(plan.cp, DEGREE),
+            experts=plan.expert_parallel,
+        )  # fmt: skip
         while mesh.world_size > ranks:
             mesh = _fewer(mesh)
         shards = {n: min(level, mesh.dp) for n, level in levels.items()}
@@ -46,8 +49,7 @@ def lower_strategy(plan: Plan, ranks: int) -> Strategy:
     lowered = plan.strategy.on(
         mesh, micro_batches=micro_batches, batch_size=micro_batches * samples, chunks=chunks,
         sequence_parallel=plan.sequence_parallel and mesh.tp > 1,
-        context_parallel=plan.context_parallel and mesh.tp > 1,
-        expert_parallel=plan.expert_parallel and mesh.tp > 1,
+        expert_parallel=plan.expert_parallel and mesh.cp > 1,
     )  # fmt: skip
     return shards_like(plan, lowered, shards)
 
@@ -60,7 +62,7 @@ def replicas(plan: Plan, strategy: Strategy, ranks: int) -> Strategy | None:
     alone = strategy.on(
         Mesh(dp=DEGREE), micro_batches=few, batch_size=few * strategy.samples, chunks=1,
         schedule="1f1b", order=(), sequence_parallel=False,
-        context_parallel=False, expert_parallel=False,
+        expert_parallel=False,
     )  # fmt: skip
     return shards_like(plan, alone, {n: min(level, DEGREE) for n, level in _levels(plan).items()})
 
@@ -69,7 +71,7 @@ def lost(plan: Plan, *runs: Strategy) -> tuple[str, ...]:
     """What of a plan these runs leave out, because there are too few ranks for it."""
     missing = [
         f"{axis}={getattr(plan, axis)}"
-        for axis in ("dp", "tp", "pp")
+        for axis in ("dp", "cp", "tp", "pp")
         if getattr(plan, axis) > 1 and all(getattr(run, axis) == 1 for run in runs)
     ]
     widest, levels = max(run.dp for run in runs), _levels(plan)
@@ -90,4 +92,6 @@ def _fewer(mesh: Mesh) -> Mesh:
         return replace(mesh, dp=mesh.dp // 2)
     if mesh.tp > 1:
         return replace(mesh, tp=mesh.tp // 2)
+    if mesh.cp > 1:
+        return replace(mesh, cp=mesh.cp // 2)
     return replace(mesh, pp=1)

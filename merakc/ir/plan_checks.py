@@ -72,11 +72,13 @@ def check_values(file: Values) -> None:
 
 
 def _problems(plan: Values) -> Iterator[str]:
-    for name in ("dp", "tp", "pp", "micro_batches"):
+    for name in ("dp", "cp", "tp", "pp", "micro_batches"):
         if not 1 <= plan[name] <= MOST:
             yield f"{name} is {plan[name]}; it must be 1 or more, and at most {MOST}"
-    if plan["dp"] * plan["tp"] * plan["pp"] > MOST:
-        yield f"dp={plan['dp']} x tp={plan['tp']} x pp={plan['pp']} are more than {MOST} ranks"
+    dp, cp, tp, pp = (plan[name] for name in ("dp", "cp", "tp", "pp"))
+    if dp * cp * tp * pp > MOST:
+        along = f" x cp={cp}" * (cp > 1)
+        yield f"dp={dp}{along} x tp={tp} x pp={pp} are more than {MOST} ranks"
     m, size = plan["micro_batches"], plan["batch_size"]
     if size < 0 or size % m:
         yield f"batch_size is {size}; it must be a multiple of micro_batches, {m}"
@@ -195,10 +197,9 @@ def _lengths(plan: Values, stages: int) -> Iterator[str]:
 
 def _per_stage(plan: Values) -> Iterator[str]:
     """What the entries for stages may be."""
-    is_cp = plan["context_parallel"] and not plan["expert_parallel"]
     ranks, over = plan["dp"], f"dp={plan['dp']}"
-    if is_cp:
-        ranks, over = ranks * plan["tp"], f"{over} x cp={plan['tp']}"
+    if plan["cp"] > 1 and not plan["expert_parallel"]:
+        ranks, over = ranks * plan["cp"], f"{over} x cp={plan['cp']}"
     for stage, shards in enumerate(plan["state_shards"]):
         if plan["host_parameters"] and shards["optimizer"] != shards["parameters"]:
             yield "host_parameters is given; a rank must then update what it keeps of parameters"
@@ -234,16 +235,13 @@ def _per_stage(plan: Values) -> Iterator[str]:
 
 
 def _layouts(plan: Values) -> Iterator[str]:
-    if plan["tp"] == 1 and plan["splits"]:
+    if plan["tp"] == 1 and plan["splits"] and not plan["expert_parallel"]:
         yield f"splits has {len(plan['splits'])} entries; with tp=1 it must have none"
-    if plan["tp"] == 1 and plan["sequence_parallel"]:
-        yield "sequence_parallel is true; with tp=1 it must be false"
-    if plan["context_parallel"] and (plan["tp"] == 1 or plan["sequence_parallel"]):
-        yield "context_parallel is true; tp must then be 2 or more, and sequence_parallel false"
-    if plan["expert_parallel"] and not (plan["context_parallel"] and plan["splits"]):
-        yield "expert_parallel is true; context_parallel must then be too, and splits not empty"
-    if plan["context_parallel"] and plan["splits"] and not plan["expert_parallel"]:
-        yield "context_parallel is true; without expert_parallel, splits must then be empty"
+    if plan["sequence_parallel"] and (plan["tp"] == 1 or plan["cp"] > 1):
+        degrees = f"tp={plan['tp']} and cp={plan['cp']}"
+        yield f"sequence_parallel is true; with {degrees} it must be false"
+    if plan["expert_parallel"] and (plan["cp"] == 1 or plan["tp"] > 1 or not plan["splits"]):
+        yield "expert_parallel is true; cp must then be 2 or more, tp 1, and splits not empty"
     for name, text in plan["splits"].items():
         try:
             found = parse_layout(text)

@@ -77,64 +77,85 @@ class Degrees:
     tp: int = 1
     pp: int = 1
     inner: Inner = "pp"
+    cp: int = 1
+
+    @property
+    def lanes(self) -> int:
+        """The ranks that share a micro-batch on each stage: those of tp, for each of cp."""
+        return self.tp * self.cp
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.lanes * self.pp
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh(Degrees):
-    """The ranks as a grid. tp varies fastest, then the `inner` of the two other axes.
+    """The ranks as a grid. tp varies fastest, then cp, then the `inner` of the two other axes.
 
-    Where ranks of tp have no parts of parameters, as those of cp, they share the state of a stage
-    as dp ranks do: `shares_state`.
+    tp and cp together are a micro-batch's lanes: the lane of a rank is its tp coordinate, and `tp`
+    times its cp coordinate. Ranks of cp share the state of a stage as dp ranks do; with `experts`
+    they have parts of weights instead, and there is no tp.
     """
 
-    shares_state: bool = False
+    experts: bool = False
 
-    def rank(self, dp: int, pp: int, tp: int) -> int:
+    def rank(self, dp: int, pp: int, lane: int) -> int:
         """The global rank at these coordinates."""
-        return dp * self.dp_stride + pp * self.pp_stride + tp
+        return dp * self.dp_stride + pp * self.pp_stride + lane
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(dp, pp, tp) coordinates of a global rank."""
+        """(dp, pp, lane) coordinates of a global rank."""
         dp, pp = rank // self.dp_stride % self.dp, rank // self.pp_stride % self.pp
-        return dp, pp, rank % self.tp
+        return dp, pp, rank % self.lanes
+
+    @property
+    def weight_ranks(self) -> int:
+        """Over how many lanes weights are split, where they are."""
+        return self.lanes if self.experts else self.tp
+
+    def weight_rank(self, lane: int) -> int:
+        """Which part of a split weight a lane has."""
+        return lane % self.weight_ranks
+
+    @property
+    def replicas(self) -> int:
+        """How many lanes have the same parts of weights, and share their state with those of dp."""
+        return self.lanes // self.weight_ranks
 
     @property
     def state_ranks(self) -> int:
         """Over how many ranks parameters, gradients and optimizer state may be sharded."""
-        return self.dp * (self.tp if self.shares_state else 1)
+        return self.dp * self.replicas
 
     def state_rank(self, rank: int) -> int:
         """The place of a global rank among those that share its state, in the order of ranks."""
-        dp, _, tp = self.coordinates(rank)
-        return dp * self.tp + tp if self.shares_state else dp
+        dp, _, lane = self.coordinates(rank)
+        return dp * self.replicas + lane // self.weight_ranks
 
     def sharing(self, rank: int) -> tuple[int, ...]:
         """The global ranks that share the state of one of them, in the order of their places."""
         _, pp, own = self.coordinates(rank)
-        along_tp = range(self.tp) if self.shares_state else (own,)
-        return tuple(self.rank(dp, pp, tp) for dp in range(self.dp) for tp in along_tp)
+        lanes = range(self.weight_rank(own), self.lanes, self.weight_ranks)
+        return tuple(self.rank(dp, pp, lane) for dp in range(self.dp) for lane in lanes)
 
     @property
     def state_stride(self) -> int:
         """How far apart neighbours of them are, on average."""
-        if not self.shares_state:
+        if self.replicas == 1:
             return self.dp_stride
-        return self.dp_stride // self.tp if self.dp > 1 else 1
+        return self.dp_stride // self.replicas if self.dp > 1 else self.tp
 
     @property
     def dp_stride(self) -> int:
         """How far apart neighbours of the dp axis are."""
-        return self.tp * (self.pp if self.inner == "pp" else 1)
+        return self.lanes * (self.pp if self.inner == "pp" else 1)
 
     @property
     def pp_stride(self) -> int:
         """How far apart neighbours of the pp axis are."""
-        return self.tp * (self.dp if self.inner == "dp" else 1)
+        return self.lanes * (self.dp if self.inner == "dp" else 1)
 
 
 @dataclass(frozen=True, slots=True)

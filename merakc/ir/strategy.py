@@ -14,27 +14,38 @@ S = TypeVar("S", bound="Strategy")
 
 
 class Form(NamedTuple):
-    """How the ranks of the tp axis share a micro-batch."""
+    """How ranks share a micro-batch."""
 
-    tp: int
+    tp: int = 1
     sequence_parallel: bool = False
-    context_parallel: bool = False
+    cp: int = 1
     expert_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"{self.axis} {self.tp}"
+        return " x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees.items())
 
     @property
-    def axis(self) -> str:
-        """What their number is called."""
-        if self.expert_parallel:
-            return "ep"
-        return "cp" if self.context_parallel else "tp"
+    def asked(self) -> str:
+        """As arguments are written: `cp=2 tp=4`."""
+        return " ".join(f"{axis}={ranks}" for axis, ranks in self.degrees.items())
 
     @property
-    def parameter_parts(self) -> int:
-        """The ranks that share each parameter, but for those of experts."""
-        return 1 if self.context_parallel else self.tp
+    def axes(self) -> str:
+        """What these are called: `cp x tp`."""
+        return " x ".join(self.degrees)
+
+    @property
+    def lanes(self) -> int:
+        """Their number."""
+        return self.tp * self.cp
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The number of ranks by axis: of tp, and of cp, or ep where they share experts too, if
+        there are several.
+        """
+        along = {"ep" if self.expert_parallel else "cp": self.cp} if self.cp > 1 else {}
+        return along if along and self.tp == 1 else {**along, "tp": self.tp}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +55,9 @@ class Strategy(Degrees):
     `batch_size` are the samples of a dp rank, in so many `micro_batches`. `schedule` names the
     order of work; `order` is that order, a text for each pipeline rank, where the name does not
     say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
-    whole runs on parts of sequences. With `context_parallel` the ranks of tp split sequences in
-    place of parameters: their number is then the degree that is known as cp. With `expert_parallel`
-    they share the experts as well, and it is known as ep. `recompute` says what a backward computes
+    whole runs on parts of sequences. The ranks of cp split sequences, and hold the same
+    parameters; with `expert_parallel` they share the experts as well, and their number is known as
+    ep. `recompute` says what a backward computes
     again. `state_shards` are those of parameters, gradients and optimizer state over dp, and over
     cp, stage by stage; empty, none is sharded. Without a `precision` the model computes in its own
     dtypes. `offload` names the kinds of tensors (`merakc.ir.offload`) of which some live on the
@@ -59,7 +70,6 @@ class Strategy(Degrees):
     order: tuple[str, ...] = ()
     chunks: int = 1
     sequence_parallel: bool = False
-    context_parallel: bool = False
     expert_parallel: bool = False
     recompute: str = "none"
     state_shards: tuple[StateShards, ...] = ()
@@ -69,8 +79,7 @@ class Strategy(Degrees):
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        shares_state = self.context_parallel and not self.expert_parallel
-        return Mesh(self.dp, self.tp, self.pp, self.inner, shares_state=shares_state)
+        return Mesh(self.dp, self.tp, self.pp, self.inner, self.cp, experts=self.expert_parallel)
 
     @property
     def state_ranks(self) -> int:
@@ -89,20 +98,15 @@ class Strategy(Degrees):
 
     @property
     def form(self) -> Form:
-        """What the graph of a tp rank depends on, beside the samples."""
-        return Form(self.tp, self.sequence_parallel, self.context_parallel, self.expert_parallel)
-
-    @property
-    def parameter_parts(self) -> int:
-        """The ranks that share each parameter: those of tp, but where sequences are split."""
-        return self.form.parameter_parts
+        """What the graph of a lane depends on, beside the samples."""
+        return Form(self.tp, self.sequence_parallel, self.cp, self.expert_parallel)
 
     @property
     def degrees(self) -> str:
-        """As arguments are written: `dp=2 tp=4 pp=1`; `cp=4` where sequences are split, and `ep=4`
-        where experts are too.
+        """As arguments are written: `dp=2 tp=4 pp=1`; with `cp=4` where sequences are split, and
+        `ep=4` where experts are too.
         """
-        return f"dp={self.dp} {self.form.axis}={self.tp} pp={self.pp}"
+        return f"dp={self.dp} {self.form.asked} pp={self.pp}"
 
     @property
     def shown_degrees(self) -> str:

@@ -63,7 +63,7 @@ def _pieces_of(plan: Plan, stage: int) -> PiecesOf:
         kept = plan.kept_blocks[stage] if plan.kept_blocks else ""
         return PiecesOf(plan.recompute, kept, split=True)
     keep_bytes = max(plan.keep_bytes[stage], 0) if plan.keep_bytes else 0
-    return PiecesOf(split=True, checkpoint=True, keep_bytes=keep_bytes, tp=plan.tp)
+    return PiecesOf(split=True, checkpoint=True, keep_bytes=keep_bytes, tp=plan.tp, cp=plan.cp)
 
 
 def _moved_cost(lowered: Lowered, stage: int, local: Graph, place: Place) -> StageCost:

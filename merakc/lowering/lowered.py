@@ -36,8 +36,8 @@ from merakc.passes.pipeline import StageOptions
 from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
 from merakc.passes.running import run_passes
 from merakc.passes.sharding.gather_products import gather_needed, gathers
-from merakc.passes.sharding.gradient_sums import gradient_sums
-from merakc.passes.sharding.layouts import Sharding, computed_whole, unsplit
+from merakc.passes.sharding.layouts import Sharding, unsplit
+from merakc.passes.sharding.sequences.gradient_sums import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
 from merakc.passes.stages.stage import (
@@ -109,29 +109,29 @@ class Lowered:
             tied = {tuple(ranks) for ranks in held if len(ranks) > 1}
         return Wiring(plan.mesh, tuple(plan.rank_of), buckets, tuple(sorted(tied)))
 
-    def options(self, stage: int, tp_rank: int, *, train: bool = True) -> StageOptions:
+    def options(self, stage: int, lane: int, *, train: bool = True) -> StageOptions:
         """What the passes go by that make one rank's graphs of a stage."""
         order = self.schedule.orders[self.schedule.rank_of[stage]]
         kinds = frozenset(a.kind for a in order if a.stage == stage)
         return StageOptions(
-            self.plan, self.stages, stage, tp_rank=tp_rank, kinds=kinds if train else frozenset(),
+            self.plan, self.stages, stage, lane=lane, kinds=kinds if train else frozenset(),
             parts=self.parts,
             train=train, compiled=self.compiled, onednn=self.onednn,
         )  # fmt: skip
 
-    def stage_graphs(self, stage: int, tp_rank: int, *, train: bool = True) -> StageGraphs:
+    def stage_graphs(self, stage: int, lane: int, *, train: bool = True) -> StageGraphs:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
         without `train` no backward.
         """
-        options = self.options(stage, tp_rank, train=train)
+        options = self.options(stage, lane, train=train)
         made: StageGraphs = run_passes(pipeline.STAGE, options.graph, options)
         return made
 
-    def local(self, stage: int, tp_rank: int) -> Graph:
+    def local(self, stage: int, lane: int) -> Graph:
         """The forward of a micro-batch on one rank and stage, in parts or with products in chunks
         of rows, or fused with collectives, where the plan says so.
         """
-        options = self.options(stage, tp_rank)
+        options = self.options(stage, lane)
         local: Graph = run_passes(pipeline.LOCAL, options.graph, options)
         return local
 
@@ -148,9 +148,9 @@ class Lowered:
 
     def rank_graphs(self, rank: int, *, train: bool = True) -> dict[int, StageGraphs]:
         """The graphs of all stages of one rank of the mesh."""
-        _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
+        _, pipeline_rank, lane = self.plan.mesh.coordinates(rank)
         stages = [s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank]
-        return {s: self.stage_graphs(s, tp_rank, train=train) for s in stages}
+        return {s: self.stage_graphs(s, lane, train=train) for s in stages}
 
     def programs(
         self, *, forward_only: bool = False, ranks: Iterable[int] | None = None
@@ -205,23 +205,22 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
 
     Of as many stages as the strategy's schedule has with its `chunks` a rank, if these are several,
     or its `order`. Raises `CutError` where the graph does not give them, `ShardError` where
-    `strategy.tp` ranks do not divide it.
+    the ranks of tp or cp do not divide it.
     """
     mesh, tp = strategy.mesh, strategy.tp
     parts = strategy.dp * strategy.micro_batches
-    shared = strategy.parameter_parts
-    loss = headed(recording, parts, TRAINING, shared)
+    loss = headed(recording, parts, TRAINING, tp)
     sharding = shard(loss.graph, cluster=cluster.joining(tp), **strategy.form._asdict())
     placement = _placement(strategy)
     devices = stage_devices(cluster, mesh, placement)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = cut_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    splits |= _splits_of_results(recording.graph, splits, shared, gathered=gathers(loss.graph))
+    splits |= _splits_of_results(recording.graph, splits, tp, gathered=gathers(loss.graph))
     decided = replace(
         strategy,
         chunks=max(len(placement) // mesh.pp, 1),
-        sequence_parallel=bool(sharding.sequences) and not strategy.context_parallel,
+        sequence_parallel=bool(sharding.sequences),
         offload=NONE,  # what moves is chosen of the plan
     )
     plan = Plan(
@@ -258,7 +257,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = headed(recording, plan.dp * plan.micro_batches, TRAINING, plan.parameter_parts)
+    loss = headed(recording, plan.dp * plan.micro_batches, TRAINING, plan.tp)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
@@ -280,7 +279,7 @@ def adapt_plan(
         check_lists(recording, recording.dims)
     parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
     gathered = gathers(lowered.loss.graph)
-    loss = headed(recording, parts, kinds, plan.parameter_parts, gathered=gathered, kept=kept)
+    loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)
     loss = replace(loss, graph=graph)
     if len(plan.rank_of) == 1:
@@ -347,15 +346,16 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     """The plan's split of a graph that it was not made from: products are gathered where only so
     the graph allows it.
     """
-    if plan.tp == 1:
+    if plan.lanes == 1:
         return graph, unsplit(graph)
     try:
         return graph, planned_sharding(graph, plan)
     except ShardError:
-        if not plan.context_parallel:
+        if plan.cp == 1:
             raise
-        whole = computed_whole(graph, plan.tp, plan.splits)  # too short
-        return graph, whole if plan.expert_parallel else replace(whole, sums=gradient_sums(graph))
+        context = computed_whole(graph, plan.cp, plan.splits if plan.expert_parallel else {})
+        alone, own = sharded_as_planned(graph, replace(plan, cp=1, expert_parallel=False))
+        return alone, replace(own, context=context)
     except PlanError as error:
         splits = {name: parse_layout(text) for name, text in plan.splits.items()}
         gathered = gather_needed(graph, splits)

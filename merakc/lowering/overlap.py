@@ -82,9 +82,9 @@ def choose_overlap(
     Raises `ConfigError` where parts are asked for and no stage can run in them, nor in chunks.
     """
     plan = lowered.plan
-    if asked == 0 or plan.tp == 1:
+    if asked == 0 or plan.lanes == 1:
         return lowered
-    place = overlap_place(cluster, plan.tp)
+    place = overlap_place(cluster, plan.tp, plan.cp)
     open_counts = COUNTS_BY_CORES if place.fabric.by_cores else COUNTS
     counts = open_counts if asked is None else (asked,)
     tried, failure = _tried(lowered, record, counts)
@@ -116,7 +116,7 @@ def choose_overlap(
         sub_batches=tuple(form.count for form in forms),
         row_chunks=dict(sorted(chunks.items())),
         fused_products=tuple(sorted({weight for form in forms for weight in form.fused})),
-        machines=recorded_machines(cluster, plan.tp),
+        machines=recorded_machines(cluster, plan.lanes),
     )
     return with_parts(replace(lowered, plan=chosen, gains=tuple(gains)), record)
 
@@ -126,25 +126,25 @@ def overlap_gains(lowered: Lowered) -> tuple[float, ...]:
     the machines that the plan records; none where collectives block.
     """
     plan = lowered.plan
-    if lowered.gains is not None or plan.machines is None or not plan.sub_batches or plan.tp == 1:
+    if lowered.gains is not None or plan.machines is None or not plan.sub_batches:
         return lowered.gains or ()
-    place = place_on(plan.machines, plan.tp)
+    place = place_on(plan.machines, plan.tp, cp=plan.cp)
     return tuple(
         1 - stage_seconds(lowered.local(stage, 0), place)[0] / stage_seconds(whole, place)[1]
         for stage, whole in enumerate(lowered.stages.local)
     )
 
 
-def overlap_place(cluster: Cluster, tp: int) -> Place:
+def overlap_place(cluster: Cluster, tp: int, cp: int = 1) -> Place:
     """Where communication is put under computation: on the machines that the plan records, by
     which every rank comes to the same orders.
     """
-    return place_on(recorded_machines(cluster, tp), tp)
+    return place_on(recorded_machines(cluster, tp * cp), tp, cp=cp)
 
 
-def recorded_machines(cluster: Cluster, tp: int) -> Cluster:
-    """What of a cluster decides the order of nodes."""
-    return replace(cluster.joining(tp), memory_bytes=0, hardware=None)
+def recorded_machines(cluster: Cluster, lanes: int) -> Cluster:
+    """What of a cluster decides the order of nodes, where so many ranks share a micro-batch."""
+    return replace(cluster.joining(lanes), memory_bytes=0, hardware=None)
 
 
 class _Short(Generic[W]):

@@ -179,7 +179,8 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     plan = lowered.plan
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
-    costs = graph_costs(lowered, [place_on(cluster, plan.tp, device) for device in devices])
+    places = [place_on(cluster, plan.tp, device, cp=plan.cp) for device in devices]
+    costs = graph_costs(lowered, places)
     gains = overlap_gains(lowered) or (0.0,) * len(costs)
     found = [faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True)]
     head, at = lowered.loss.head, lowered.head_stage

@@ -52,7 +52,7 @@ from merakc.passes.stages.stage import Stages, split_stages
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """What the passes go by that make the graphs of one stage, for one tp rank.
+    """What the passes go by that make the graphs of one stage, for one lane.
 
     `kinds` are the computes that the schedule has of it. What runs once for the whole batch is as a
     stage by itself, of which nothing is split: `apart`.
@@ -61,7 +61,7 @@ class StageOptions:
     plan: Plan
     stages: Stages
     stage: int
-    tp_rank: int
+    lane: int
     kinds: frozenset[ActionKind] = frozenset()
     parts: tuple[Parts, ...] = ()
     train: bool = True
@@ -81,15 +81,13 @@ class StageOptions:
         return self.stages.graphs[self.stage]
 
     def unlike(self) -> tuple[int, ...]:
-        """A tp rank for each set of sizes that ranks' parts of the stage's values have; none where
-        all have the same.
-        """
-        ranks = self.stages.sharding.unlike_ranks(self.graph)
-        return ranks if len(ranks) > 1 else ()
+        """A lane for each set of sizes that parts of the stage's values have, if they differ."""
+        lanes = self.stages.sharding.unlike_lanes(self.graph)
+        return lanes if len(lanes) > 1 else ()
 
     def others(self) -> list[Graph]:
-        """The local forwards of those ranks."""
-        return [spmd_partition(self.graph, self.stages.sharding, rank) for rank in self.unlike()]
+        """The local forwards of those lanes."""
+        return [spmd_partition(self.graph, self.stages.sharding, lane) for lane in self.unlike()]
 
 
 def _gather(graph: Graph, tp: int, gathered: bool | None) -> Graph:
@@ -99,14 +97,14 @@ def _gather(graph: Graph, tp: int, gathered: bool | None) -> Graph:
 
 
 def _spmd_partition(graph: Graph, at: StageOptions) -> Graph:
-    return spmd_partition(graph, at.stages.sharding, at.tp_rank)
+    return spmd_partition(graph, at.stages.sharding, at.lane)
 
 
 def _divide(local: Graph, at: StageOptions) -> Graph:
     parts = at.in_parts
     if parts is None:
         return local
-    part = spmd_partition(parts.stages.graphs[at.stage], parts.stages.sharding, at.tp_rank)
+    part = spmd_partition(parts.stages.graphs[at.stage], parts.stages.sharding, at.lane)
     return divided(local, part, parts)
 
 
@@ -143,12 +141,12 @@ def _checkpoint(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     if ActionKind.RECOMPUTE not in at.kinds:
         return stage
     keep_bytes = at.plan.keep_bytes[at.stage] if at.plan.recompute == "solved" else 0
-    return _with_checkpoint(stage, keep_bytes, at.plan.tp)
+    return _with_checkpoint(stage, keep_bytes, at.plan.tp, at.plan.cp)
 
 
-def _with_checkpoint(stage: StageGraphs, keep_bytes: int, tp: int) -> StageGraphs:
+def _with_checkpoint(stage: StageGraphs, keep_bytes: int, tp: int, cp: int) -> StageGraphs:
     # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
-    place = place_on(NOMINAL_GPU, tp)
+    place = place_on(NOMINAL_GPU, tp, cp=cp)
     return checkpointed(stage, within_bytes(stage, keep_bytes, place) if keep_bytes else ())
 
 
@@ -177,13 +175,13 @@ def uniform(stage: StageGraphs, recompute: str) -> tuple[Run, ...]:
 
 def _overlap(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     plan = at.plan
-    if at.apart or not at.train or not plan.sub_batches or plan.tp == 1:
+    if at.apart or not at.train or not plan.sub_batches or plan.lanes == 1:
         return stage
-    place = place_on(plan.machines or NOMINAL_GPU, plan.tp)
+    place = place_on(plan.machines or NOMINAL_GPU, plan.tp, cp=plan.cp)
     # Every rank comes to the same order, without a word to the others.
     before = STAGE[: [p.name for p in STAGE].index("overlap")]
     with unwatched():
-        kinds = [run_passes(before, at.graph, replace(at, tp_rank=r)) for r in at.unlike()]
+        kinds = [run_passes(before, at.graph, replace(at, lane=r)) for r in at.unlike()]
     kinds = kinds or [stage]
     alike = all(same_nodes(c, kinds[0]) for c in kinds)
     return overlapped(stage, place, kinds[0]) if alike else stage
@@ -198,7 +196,7 @@ def _offload(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 
 def with_moves(pieces: StageGraphs, plan: Plan, stage: int) -> StageGraphs:
     """The pieces of a stage, with moves of what waits on the host, by the plan's machines."""
-    place = place_on(plan.machines or NOMINAL_GPU, plan.tp)
+    place = place_on(plan.machines or NOMINAL_GPU, plan.tp, cp=plan.cp)
     return offloaded(pieces, plan.host_activations[stage], place)
 
 
@@ -253,7 +251,7 @@ CUT: Final = (
 )  # fmt: skip
 LOCAL: Final = (
     Pass(
-        "spmd-partition", "Gives a tp rank its parts of values, with the collectives between them.",
+        "spmd-partition", "Gives a lane its parts of values, with the collectives between them.",
         Kind.STAGE, Kind.LOCAL, _spmd_partition,
     ),
     Pass(
@@ -372,7 +370,7 @@ def called_pieces(local: Graph) -> StageGraphs:
 class PiecesOf:
     """Makes the pieces of a stage from its forward: what its blocks do not keep (`kept`, for which
     `recompute` may stand) the backward makes again. Perhaps with the backward `split` beside the
-    whole one, and a `checkpoint` of at most `keep_bytes` on one of `tp` ranks. For `Graph.told`.
+    whole one, and a `checkpoint` of at most `keep_bytes` on one of `tp` x `cp`. For `Graph.told`.
     """
 
     recompute: str = "none"
@@ -381,6 +379,7 @@ class PiecesOf:
     checkpoint: bool = False
     keep_bytes: int = 0
     tp: int = 1
+    cp: int = 1
 
     def __call__(self, local: Graph) -> StageGraphs:
         """The pieces, of calls that run one by one."""
@@ -390,7 +389,9 @@ class PiecesOf:
         if self.split:
             input_grad, weight_grad = split_backward(stage)
             stage = replace(stage, input_grad=input_grad, weight_grad=weight_grad)
-        return _with_checkpoint(stage, self.keep_bytes, self.tp) if self.checkpoint else stage
+        if not self.checkpoint:
+            return stage
+        return _with_checkpoint(stage, self.keep_bytes, self.tp, self.cp)
 
 
 def differentiate(graph: Graph) -> StageGraphs:

@@ -140,7 +140,7 @@ class _Chosen:
             key = graph_form(local)[0], device
             if key not in known:
                 stage = local.told(called_pieces)
-                known[key] = _alike(stage, place_on(cluster, plan.tp, device))
+                known[key] = _alike(stage, place_on(cluster, plan.tp, device, cp=plan.cp))
             self.stages.append(known[key])
         costs = planned_costs(self.everything(), cluster)
         self.static_bytes = [0] * plan.pp

@@ -42,7 +42,7 @@ class Candidates:
 
     table: PieceTable
     ranked: list[Candidate] = field(default_factory=list)
-    refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    refused: dict[tuple[int, Form, int], str] = field(default_factory=dict)
     looked_at: int = 0
     _short: list[tuple[int, Strategy]] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class Candidates:
     def add(self, strategy: Strategy, priced: Candidate | Shortage) -> None:
         """What was looked at, and what it costs."""
         self.looked_at += 1
-        degrees = strategy.dp, strategy.tp, strategy.pp
+        degrees = strategy.dp, strategy.form, strategy.pp
         if isinstance(priced, Shortage):
             self.refused.setdefault(degrees, str(priced))
             self._short.append((priced.need_bytes, strategy))
@@ -166,7 +166,7 @@ def open_strategies(
         try:
             pieces = table.pieces(form, 1)
         except MerakError as error:
-            result.refused[0, form.tp, 0] = str(error)
+            result.refused[0, form, 0] = str(error)
             continue
         most = math.inf if table.can_scale(form) else MOST_RECORDED
         for strategy in _of_form(request, form, len(pieces)):
@@ -179,10 +179,10 @@ def open_strategies(
 
 
 def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
-    """The strategies with one degree of tp."""
-    tp, stages = form.tp, stages_given(request.state_shards)
-    for pp in _divisors(request.world_size // tp):
-        dp = request.world_size // tp // pp
+    """The strategies of one form."""
+    lanes, stages = form.lanes, stages_given(request.state_shards)
+    for pp in _divisors(request.world_size // lanes):
+        dp = request.world_size // lanes // pp
         local = request.local_batch_size(dp)
         if request.pp not in (None, pp) or request.dp not in (None, dp) or local is None:
             continue
@@ -192,10 +192,9 @@ def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
             for schedule, chunks in _schedules(request, pp):
                 if pp * chunks <= pieces and stages in (None, pp * chunks):
                     yield Strategy(
-                        dp, tp, pp, batch_size=local, micro_batches=local // samples,
-                        schedule=schedule, chunks=chunks, sequence_parallel=form.sequence_parallel,
-                        context_parallel=form.context_parallel,
-                        expert_parallel=form.expert_parallel, precision=request.precision,
+                        dp, pp=pp, batch_size=local, micro_batches=local // samples,
+                        schedule=schedule, chunks=chunks, precision=request.precision,
+                        **form._asdict(),
                     )  # fmt: skip
 
 

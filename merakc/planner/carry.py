@@ -55,11 +55,13 @@ def carry_plan(
         made = replace(made, kept_blocks=tuple(plan.kept_blocks[s] for s in like))
     if plan.host_activations:
         shares = tuple(plan.host_activations[s] for s in like)
-        made = replace(made, host_activations=shares, machines=recorded_machines(machines, made.tp))
+        made = replace(
+            made, host_activations=shares, machines=recorded_machines(machines, made.lanes)
+        )
     lowered = replace(lowered, plan=made)
-    if not plan.sub_batches or strategy.tp == 1:
+    if not plan.sub_batches or strategy.lanes == 1:
         return lowered
-    given = plan.machines if cluster is None else recorded_machines(cluster, strategy.tp)
+    given = plan.machines if cluster is None else recorded_machines(cluster, strategy.lanes)
     fuses = given is not None and given.symmetric_memory
     parted = replace(
         lowered.plan,

@@ -182,14 +182,13 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
         return None
     local = request.local_batch_size(mesh.dp)
     assert local is not None, "the request is checked"
-    experts = experts_of(record(local // (request.micro_batches or 1)).graph) if mesh.tp > 1 else 0
-    forms = [f for f in open_forms(request, mesh.tp, experts) if f.tp == mesh.tp]
-    whole = replace(
-        request, batch_size=local, total_batch_size=None, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp
-    )
+    lanes = mesh.lanes
+    experts = experts_of(record(local // (request.micro_batches or 1)).graph) if lanes > 1 else 0
+    forms = [f for f in open_forms(request, lanes, experts) if f.lanes == lanes]
+    whole = replace(request, batch_size=local, total_batch_size=None, dp=mesh.dp, pp=mesh.pp)
     made: list[Lowered] = []
     for form in forms:
-        asked = replace(whole, **{name: getattr(form, name) for name in form._fields[1:]})
+        asked = replace(whole, **form._asdict())
         try:
             lowered = plan_layout(asked, record, cluster)
         except ShardError:

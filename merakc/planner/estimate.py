@@ -94,7 +94,7 @@ def estimate_job(
     if sharing is not None:  # all that ranks of a node do, they do with what they share
         together = min(job.strategy.world_size, sharing.devices)
         busy_s *= together / sharing.most(together)
-        alike = min(job.strategy.tp, sharing.devices)  # the ranks of tp compute at once
+        alike = min(job.strategy.lanes, sharing.devices)  # lanes compute at once
         pipeline_s = max(pipeline_s / sharing.speed(alike), busy_s)
     return Estimate(
         pipeline_s + state_s + optimizer_s,
@@ -135,7 +135,7 @@ def least_seconds(job: Job, shards: StateShards | None = None) -> float:
 
 def _links(job: Job) -> list[float]:
     """Seconds of a message from each stage to the next."""
-    share, fabric = job.strategy.tp if job.framework.split_messages else 1, job.links.fabric
+    share, fabric = job.strategy.lanes if job.framework.split_messages else 1, job.links.fabric
     far = crossing(job.strategy.mesh, fabric.ranks_per_node)
     return [
         message_seconds(job.pieces[part[-1]].handed_bytes / share, fabric, is_local=pair not in far)

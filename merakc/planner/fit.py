@@ -168,7 +168,8 @@ class Fit:
         rank = least_spare(peak_bytes, memory)
         need = sum(peak_bytes) // len(peak_bytes) if self.shared else peak_bytes[rank]
         if need > memory[rank] * (ROUGHLY if rough else 1.0):
-            layout = f"with dp={mesh.dp} tp={mesh.tp} pp={mesh.pp} a rank needs"
+            along = f" cp={mesh.cp}" * (mesh.cp > 1)
+            layout = f"with dp={mesh.dp}{along} tp={mesh.tp} pp={mesh.pp} a rank needs"
             needs = f"{layout} {format_bytes(need)} and has {format_bytes(memory[rank])}"
             raise fit_error(self.request, self.record, self.cluster, needs=needs)
 
@@ -240,7 +241,7 @@ _FREE: Mapping[str, dict[str, Any]] = {
     "micro_batches": {"micro_batches": None},
     "schedule": {"schedule": "auto", "order": (), "chunks": None},
     "sequence_parallel": {"sequence_parallel": None},
-    "context_parallel": {"context_parallel": None, "expert_parallel": None},
+    "cp": {"cp": None, "expert_parallel": None},
     "offload": {"offload": AUTO},
     "the degrees": {"dp": None, "tp": None, "pp": None},
 }
@@ -254,7 +255,7 @@ def _opened(request: Request) -> dict[str, Request]:
         "micro_batches": request.micro_batches is not None,
         "schedule": request.schedule != "auto",
         "sequence_parallel": request.sequence_parallel is not None,
-        "context_parallel": request.context_parallel is not None,
+        "cp": request.cp is not None,
         "offload": request.offload != AUTO,
         "the degrees": any((request.dp, request.tp, request.pp)) and request.world_size > 1,
     }

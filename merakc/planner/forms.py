@@ -13,26 +13,26 @@ from merakc.planner.request import Request
 
 def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
     """The degrees of tp, over no more than the devices of a node where it is open, and whether
-    sequences are split too, or they alone, or they and so many experts.
+    sequences are split too; those of cp, and of ranks that share so many experts.
     """
-    for tp in divisors(request.world_size):
-        fixed = tp * (request.pp or 1) * (request.dp or 1)
+    for lanes in divisors(request.world_size):
+        fixed = lanes * (request.pp or 1) * (request.dp or 1)
         if request.world_size % fixed or (
             request.pp and request.dp and fixed != request.world_size
         ):
             continue
-        if 1 < tp <= experts and _is_open(request) and request.expert_parallel is None:
-            yield Form(tp, context_parallel=True, expert_parallel=True)
-        if request.tp not in (None, tp) or (request.tp is None and tp > node):
+        if 1 < lanes <= experts and _is_open(request) and request.expert_parallel is None:
+            yield Form(cp=lanes, expert_parallel=True)
+        tp, left = divmod(lanes, request.cp or 1)
+        if left or request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
-        if tp == 1:
-            yield Form(tp)
+        if request.cp is not None and request.cp > 1:
+            yield Form(tp, cp=request.cp, expert_parallel=bool(request.expert_parallel))
             continue
-        if not request.context_parallel:
-            asked = request.sequence_parallel
-            yield from (Form(tp, s) for s in (False, True) if asked in (None, s))
-        if request.context_parallel or _may_share_sequences(request):
-            yield Form(tp, context_parallel=True, expert_parallel=bool(request.expert_parallel))
+        asked = request.sequence_parallel if tp > 1 else False
+        yield from (Form(tp, s) for s in (False, True) if asked in (None, s))
+        if tp > 1 and _may_share_sequences(request):
+            yield Form(cp=tp)
 
 
 def _may_share_sequences(request: Request) -> bool:
@@ -44,9 +44,8 @@ def _may_share_sequences(request: Request) -> bool:
 
 
 def _is_open(request: Request) -> bool:
-    """Whether the user leaves open what the ranks of tp share."""
-    closed = request.context_parallel is False or request.sequence_parallel
-    return request.tp is None and not closed
+    """Whether the user leaves open what the ranks that share a micro-batch share."""
+    return request.tp is None and request.cp is None and not request.sequence_parallel
 
 
 def experts_of(graph: Graph) -> int:

@@ -174,7 +174,12 @@ def make_job(
     devices = rank_devices(hardware, strategy.mesh)
     places = {
         device: rank_place(
-            hardware, strategy.world_size, strategy.tp, overlap=framework.tp_overlap, device=device
+            hardware,
+            strategy.world_size,
+            strategy.tp,
+            cp=strategy.cp,
+            overlap=framework.tp_overlap,
+            device=device,
         )
         for device in dict.fromkeys(devices)
     }

@@ -109,10 +109,10 @@ def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
             others.setdefault(_shown(one.strategy), lost)
     refusals = tuple(
         Refusal(
-            f"dp={dp} tp={tp} pp={pp}" if dp else f"tp={tp}", why,
-            "devices of more memory, or more tp or pp" if dp else "another degree of tp",
+            f"dp={dp} {form.asked} pp={pp}" if dp else form.asked, why,
+            "devices of more memory, or more tp or pp" if dp else "another degree",
         )
-        for (dp, tp, pp), why in candidates.refused.items()
+        for (dp, form, pp), why in candidates.refused.items()
     )  # fmt: skip
     runners_up = tuple(others.values())[:RUNNERS_UP]
     return Alternatives(runners_up, refusals[:RUNNERS_UP], best.estimate.step_s)
@@ -120,7 +120,7 @@ def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
 
 def _unlike(candidate: Strategy, plan: Plan) -> tuple[bool, ...]:
     """In what a candidate is another than the plan, the weightiest first."""
-    degrees = (candidate.dp, candidate.tp, candidate.pp) != (plan.dp, plan.tp, plan.pp)
+    degrees = candidate.degrees != plan.degrees
     names = "micro_batches", "sequence_parallel", "stage_count", "schedule", "inner"
     pairs = ((getattr(candidate, name), getattr(plan, name)) for name in names)
     return degrees, *(theirs != chosen for theirs, chosen in pairs)

@@ -115,7 +115,7 @@ def _moved(lowered: Lowered, of_rank: Sequence[float], cluster: Cluster) -> Lowe
         return lowered
     plan = replace(
         plan, offload=offload_text(kinds), host_activations=shares,
-        machines=recorded_machines(cluster, plan.tp),
+        machines=recorded_machines(cluster, plan.lanes),
     )  # fmt: skip
     made = replace(lowered, plan=plan)
     return replace(made, prediction=predict(made, cluster, dp_rank=0)[0])

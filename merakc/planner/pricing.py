@@ -116,8 +116,8 @@ class Bounds:
         """Of a micro-batch's forward on one device, and of each piece."""
         key = strategy.form, strategy.samples, device
         if key not in self.known:
-            ranks, tp = len(self.hardware.devices), strategy.tp
-            place = rank_place(self.hardware, ranks, tp, device=device)
+            ranks, (tp, cp) = len(self.hardware.devices), (strategy.tp, strategy.cp)
+            place = rank_place(self.hardware, ranks, tp, cp=cp, device=device)
             pieces = self.table.pieces(strategy.form, strategy.samples)
             costs = {k: piece_cost(p, place) for k, p in {id(p): p for p in pieces}.items()}
             each = [costs[id(piece)] for piece in pieces]
@@ -267,11 +267,10 @@ def state_choices(request: Request, job: Job, hardware: Hardware) -> list[StateS
 
 def _seconds(job: Job, estimate: Estimate) -> dict[str, float]:
     """What the seconds of a step go into, on an average rank."""
-    group, fabric = job.links.group, job.links.fabric
     unique = {id(piece): piece for piece in job.pieces}
     wires = {
         key: sum(
-            count * collective_seconds(kernel, group, fabric)
+            count * collective_seconds(kernel, job.links)
             for work in (piece.work.forward, piece.work.backward)
             for kernel, count in work.items()
             if kernel.kind is KernelKind.COLLECTIVE

@@ -146,7 +146,7 @@ class Readings:
         the forward has none.
         """
         layout = BatchLayout((request.batch_size,) * dp, parts)
-        divided = request.overlap != 0 and any(mesh.tp > 1 for mesh in meshes(request))
+        divided = request.overlap != 0 and any(mesh.lanes > 1 for mesh in meshes(request))
         record = partial(
             record_part, args=example[0], kwargs=example[1], layout=layout, device=self.device,
             precision=request.precision, couplings=request.couplings, dims=request.batch_dims,

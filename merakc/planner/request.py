@@ -46,8 +46,8 @@ class Request:
     order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
     recompute: str = "auto"
     sequence_parallel: bool | None = None
-    context_parallel: bool | None = None  # of tp's ranks
-    expert_parallel: bool | None = None  # of those
+    cp: int | None = None
+    expert_parallel: bool | None = None  # of cp's ranks
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
@@ -90,10 +90,9 @@ class Request:
         return replace(self, **decided, total_batch_size=None, overlap=0)
 
     def with_parts(self, cp: int | None, ep: int | None) -> Request:
-        """The request for so many ranks that share sequences, in place of tp's that share weights;
-        `ep` of them share the experts too.
+        """The request for so many ranks that share sequences; `ep` of them share the experts too.
 
-        Raises `ConfigError` where tp is asked for as well, or cp of another number than ep.
+        Raises `ConfigError` where tp is asked for beside ep, or cp of another number than ep.
         """
         if cp is None and ep is None:
             return self
@@ -105,14 +104,20 @@ class Request:
                 f"cp={cp} and ep={ep}: the ranks that share experts are those that share "
                 "sequences; give one of them"
             )
-        if ranks > 1 and self.tp not in (None, 1):
+        if axis == "ep" and ranks > 1 and self.tp not in (None, 1):
             raise ConfigError(
-                f"{axis}={ranks} and tp={self.tp}: ranks share either sequences or weights; give "
-                f"tp=1 or {axis}=1"
+                f"ep={ranks} and tp={self.tp}: experts are not split over tp as well; give tp=1, "
+                "or ep=1"
             )
+        if ranks > 1 and self.tp not in (None, 1) and self.sequence_parallel:
+            raise ConfigError(
+                f"cp={ranks}, tp={self.tp} and sequence_parallel: sequences are split over cp, and "
+                "not over tp as well; leave sequence_parallel out"
+            )
+        shares_experts = axis == "ep" and ranks > 1
         return replace(
-            self, tp=ranks if ranks > 1 else self.tp, context_parallel=ranks > 1,
-            expert_parallel=(axis == "ep" and ranks > 1) or None,
+            self, cp=ranks, tp=1 if shares_experts else self.tp,
+            expert_parallel=shares_experts or None,
         )  # fmt: skip
 
     def local_batch_size(self, dp: int) -> int | None:
@@ -148,15 +153,20 @@ def with_schedule(request: Request) -> Request:
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """All meshes of the world that agree with the request. Raises `ConfigError` if none does."""
-    fixed = {"dp": request.dp, "tp": request.tp, "pp": request.pp}
+    """All meshes of the world that agree with the request, without cp where it is left open. Raises
+    `ConfigError` if none does.
+    """
+    fixed = {"dp": request.dp, "cp": request.cp, "tp": request.tp, "pp": request.pp}
     for name, value in fixed.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; a degree is at least 1")
+    cp, experts = request.cp or 1, bool(request.expert_parallel)
+    given_degrees = request.dp, request.tp, request.pp
     possible = [
-        Mesh(dp, tp, pp, request.inner)
-        for dp, tp, pp in _factorisations(request.world_size)
-        if all(v is None or v == g for v, g in zip(fixed.values(), (dp, tp, pp), strict=True))
+        Mesh(dp, tp, pp, request.inner, cp, experts=experts)
+        for dp, tp, pp in _factorisations(request.world_size // cp)
+        if request.world_size % cp == 0
+        and all(v is None or v == g for v, g in zip(given_degrees, (dp, tp, pp), strict=True))
     ]
     if not possible:
         given = " x ".join(f"{k}={v}" for k, v in fixed.items() if v is not None)
@@ -174,11 +184,12 @@ def check_request(request: Request, batch_size: int) -> None:
     for name, value in (("ranks", request.world_size), ("samples a step", batch_size)):
         if not 1 <= value <= MOST:
             raise ConfigError(f"{value} {name} were asked for; give 1 to {MOST}")
-    dp, tp, pp = request.dp, request.tp, request.pp
+    dp, tp, pp, cp = request.dp, request.tp, request.pp, request.cp
     world, micro_batches = request.world_size, request.micro_batches or 1
-    fixed = [f"{k}={v}" for k, v in (("dp", dp), ("tp", tp), ("pp", pp)) if v is not None]
-    rest, left = divmod(world, (tp or 1) * (pp or 1))
-    if left or (dp and rest % dp) or (len(fixed) == 3 and dp != rest):
+    of_axes = ("dp", dp), ("cp", cp), ("tp", tp), ("pp", pp)
+    fixed = [f"{k}={v}" for k, v in of_axes if v is not None and (k, v) != ("cp", 1)]
+    rest, left = divmod(world, (tp or 1) * (pp or 1) * (cp or 1))
+    if left or (dp and rest % dp) or (dp and tp and pp and dp != rest):
         raise ConfigError(
             f"{' x '.join(fixed)} does not multiply to {world} ranks; give degrees whose product "
             "is the number of ranks, or divides it and leaves one open"

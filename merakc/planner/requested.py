@@ -190,8 +190,8 @@ def _check_plan(request: Request, given: Plan) -> None:
         )
     if given.mesh.world_size != request.world_size:
         raise ConfigError(
-            f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
-            f"pp={given.pp}), {request.world_size} were started; start as many, or make a new plan"
+            f"the plan is for {given.mesh.world_size} ranks ({given.degrees}), "
+            f"{request.world_size} were started; start as many, or make a new plan"
         )
 
 

@@ -71,7 +71,6 @@ def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
         mesh, batch_size=request.batch_size, micro_batches=micro_batches_for(request, mesh),
         schedule="1f1b" if request.schedule == AUTO else request.schedule, order=request.order,
         chunks=request.chunks or 1, sequence_parallel=bool(request.sequence_parallel),
-        context_parallel=bool(request.context_parallel),
         expert_parallel=bool(request.expert_parallel), precision=request.precision,
     )  # fmt: skip
     lowered, asked = make_plan(record(strategy.samples), strategy, cluster), request.state_shards
@@ -195,11 +194,11 @@ def _is_behind(request: Request, lowered: Lowered, cluster: Cluster, best: Lower
 
 
 def _least_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
-    """Those of the stages with all communication of tp hidden."""
-    costs, tp = planned_costs(lowered, cluster), lowered.plan.tp
-    if tp == 1:
+    """Those of the stages with all communication of tp and cp hidden."""
+    costs, plan = planned_costs(lowered, cluster), lowered.plan
+    if plan.lanes == 1:
         return costs
-    place = overlap_place(cluster, tp)
+    place = overlap_place(cluster, plan.tp, plan.cp)
     shares = (local.told(least_share, place) for local in lowered.stages.local)
     return tuple(map(faster, costs, shares))
 

@@ -100,9 +100,7 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
     elif plan.order:
         _check_order(plan, strategy)
     if strategy.tp == 1:
-        strategy = replace(
-            strategy, sequence_parallel=False, context_parallel=False, expert_parallel=False
-        )
+        strategy = replace(strategy, sequence_parallel=False)
     counts = {n for shards in plan.state_shards for n in shards.counts}
     ranks = strategy.state_ranks
     divided = {n: math.gcd(n, ranks) for n in counts} | {plan.state_ranks: ranks}

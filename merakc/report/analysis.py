@@ -70,7 +70,7 @@ def make_report(
     found = attribute(lowered, cluster, costs)
     moved = traffic(lowered, cluster, simulation, found)
     ranks = _rank_times(lowered, cluster, simulation)
-    tp_s = sum(axis.exposed_s for axis in moved if axis.axis == "tp")
+    tp_s = sum(axis.exposed_s for axis in moved if axis.axis == plan.form.axes)
     busy_s = sum(rank.compute_s for rank in ranks) / len(ranks) - tp_s
     return Report(
         cluster=cluster.name,
@@ -93,7 +93,7 @@ def make_report(
 
 def tp_collectives(lowered: Lowered) -> dict[str, int]:
     """Those of one micro-batch: the forward's, and their conjugates in the backward."""
-    if lowered.plan.tp == 1:
+    if lowered.plan.lanes == 1:
         return {}
     ops, back = Counter[str](), Counter[str]()  # of all nodes, and of those that have gradients
     for graph in lowered.stages.local:

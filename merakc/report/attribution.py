@@ -115,7 +115,8 @@ def attribute(lowered: Lowered, cluster: Cluster, costs: Sequence[StageCost]) ->
     devices = stage_devices(cluster, lowered.plan.mesh, lowered.plan.rank_of)
     for local, cost, device in zip(lowered.stages.local, costs, devices, strict=True):
         kinds = {n.name: _kind(n, nodes, lowered.stages.sharding) for n in local.nodes}
-        spent, collectives = _spent(local, kinds, place_on(cluster, lowered.plan.tp, device))
+        place = place_on(cluster, lowered.plan.tp, device, cp=lowered.plan.cp)
+        spent, collectives = _spent(local, kinds, place)
         forward_s = sum(s.forward_s for s in spent.values())
         backward_s = sum(s.backward_s for s in spent.values())
         forward = cost.forward_s / forward_s if forward_s else 0.0
@@ -140,7 +141,7 @@ def _kind(node: Node, nodes: Mapping[str, Node], sharding: Sharding) -> Kind:
 def _layout(node: Node, sharding: Sharding) -> str:
     """How the result lies over tp; of what has no layout of its own, the shape of a rank's part."""
     ref = Ref(node.name)
-    part = next((s for s in sharding.sequences if node.name in s.nodes), None)
+    part = sharding.sequence_with(node.name)
     layouts = part.layouts if part else sharding.layouts
     spec = node.outputs[0] if node.outputs else None
     if ref in layouts:
@@ -177,7 +178,7 @@ def _kernel_seconds(kernels: Mapping[Kernel, int], place: Place) -> tuple[float,
     compute_s = wire_s = 0.0
     for kernel, count in kernels.items():
         if kernel.kind is KernelKind.COLLECTIVE:
-            wire_s += count * collective_seconds(kernel, place.group, place.fabric)
+            wire_s += count * collective_seconds(kernel, place)
         else:
             compute_s += count * kernel_seconds(kernel, place.device)
     return compute_s + wire_s, wire_s

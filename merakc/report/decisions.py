@@ -57,7 +57,7 @@ def plan_sections(file: PlanFile) -> list[Section]:
     """
     plan = file.decisions
     found = [_stages(file)]
-    if plan.tp > 1:
+    if plan.lanes > 1:
         found.append(_tensors(plan))
     if any(len(stages) > 1 for stages in plan.parameters.values()):
         found.append(_shared(plan))
@@ -199,7 +199,7 @@ def _shared(plan: Plan) -> Section:
 def _collectives(plan: Plan, collectives: Mapping[str, int]) -> Section:
     rows = [(name, str(count)) for name, count in collectives.items()]
     return Section(
-        f"{plan.form.axis} collectives of a micro-batch", {"collective": False, "count": True}, rows
+        f"{plan.form.axes} collectives of a micro-batch", {"collective": False, "count": True}, rows
     )
 
 

@@ -42,8 +42,8 @@ _COLOURS = {
 }
 _PIDS = {"simulated": 1, "measured": 2, "simulated, over dp": 3}
 _TIDS_PER_PROCESS = 1_000_000  # both tools take a thread whose tid is 0 or its pid for special
-_TIDS_PER_LANE = 10_000
-_LANES = 90  # of a rank; what is in flight beyond so many is laid over the last one
+_TIDS_PER_ROW = 10_000
+_ROWS = 90  # of a rank; what is in flight beyond so many is laid over the last one
 
 
 def write_trace(
@@ -93,19 +93,19 @@ def _timeline(
     for rank, mine in sorted(per_rank.items()):
         tid = _tid(pid, rank)
         found.append(_metadata(pid, tid, "thread_name", name=_thread_name(rank, mine)))
-        found.append(_metadata(pid, tid, "thread_sort_index", sort_index=rank * (_LANES + 1)))
+        found.append(_metadata(pid, tid, "thread_sort_index", sort_index=rank * (_ROWS + 1)))
         for event in sorted(mine, key=lambda e: (e.start_s, e.end_s)):
             timed.append(_slice(pid, event))
             if id(event) in flows:
                 timed.append(_flow(pid, event, flows[id(event)]))
-        for lane, some in enumerate(_lanes([e for e in inside if e.rank == rank]), 1):
-            tid = _tid(pid, rank, lane)
-            name = f"rank {rank}, {some[0].axis}" + (f" ({lane})" if lane > 1 else "")
-            order = rank * (_LANES + 1) + lane
+        for row, some in enumerate(_rows([e for e in inside if e.rank == rank]), 1):
+            tid = _tid(pid, rank, row)
+            name = f"rank {rank}, {some[0].axis}" + (f" ({row})" if row > 1 else "")
+            order = rank * (_ROWS + 1) + row
             found.append(_metadata(pid, tid, "thread_name", name=name))
             found.append(_metadata(pid, tid, "thread_sort_index", sort_index=order))
             for collective in some:
-                timed += _collective(pid, lane, collective)
+                timed += _collective(pid, row, collective)
     # Stable, so that an arrow's end stands behind its own slice and before the rank's next one:
     # the tools bind it to the slice that was opened last.
     return found + sorted(timed, key=lambda e: float(e["ts"]))
@@ -121,25 +121,25 @@ def _counter(sample: MemorySample) -> _TraceEvent:
     }
 
 
-def _tid(pid: int, rank: int, lane: int = 0) -> int:
-    return pid * _TIDS_PER_PROCESS + lane * _TIDS_PER_LANE + rank
+def _tid(pid: int, rank: int, row: int = 0) -> int:
+    return pid * _TIDS_PER_PROCESS + row * _TIDS_PER_ROW + rank
 
 
-def _lanes(collectives: Sequence[CollectiveEvent]) -> list[list[CollectiveEvent]]:
-    """A rank's collectives in lanes, so that no two of a lane are in flight at once."""
-    lanes: list[list[CollectiveEvent]] = []
+def _rows(collectives: Sequence[CollectiveEvent]) -> list[list[CollectiveEvent]]:
+    """A rank's collectives in rows, so that no two of a row are in flight at once."""
+    rows: list[list[CollectiveEvent]] = []
     for one in sorted(collectives, key=lambda e: (e.start_s, e.end_s)):
-        free = [lane for lane in lanes if lane[-1].end_s <= one.start_s]
-        if free or len(lanes) == _LANES:
-            (free or lanes[-1:])[0].append(one)
+        free = [row for row in rows if row[-1].end_s <= one.start_s]
+        if free or len(rows) == _ROWS:
+            (free or rows[-1:])[0].append(one)
         else:
-            lanes.append([one])
-    return lanes
+            rows.append([one])
+    return rows
 
 
-def _collective(pid: int, lane: int, event: CollectiveEvent) -> Iterator[_TraceEvent]:
-    """A collective in its lane and, where the rank stands still for it, in its compute."""
-    spans = [(lane, event.op, "collective", "rail_load", event.start_s, event.end_s)]
+def _collective(pid: int, row: int, event: CollectiveEvent) -> Iterator[_TraceEvent]:
+    """A collective in its row and, where the rank stands still for it, in its compute."""
+    spans = [(row, event.op, "collective", "rail_load", event.start_s, event.end_s)]
     if event.wait_end_s > event.wait_start_s:
         wait = f"wait for {event.op}"
         spans.append((0, wait, "wait", "white", event.wait_start_s, event.wait_end_s))

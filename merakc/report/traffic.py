@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -35,7 +36,7 @@ def traffic(
     """The communication of each axis of more than one rank."""
     plan = lowered.plan
     every: list[AxisTraffic] = []
-    if plan.tp > 1:
+    if plan.lanes > 1:
         every.append(_busiest([_over_tp(lowered, rank, found) for rank in range(plan.pp)]))
     if plan.pp > 1:
         every.append(_busiest(_over_pp(lowered, cluster, simulation)))
@@ -63,12 +64,12 @@ def _over_tp(lowered: Lowered, rank: int, found: Attribution) -> AxisTraffic:
         saved_s += sum(s.forward_s + s.backward_s for s in spent) * gain / (1.0 - gain)
         runs = found.runs[stage][ActionKind.FORWARD]
         for kernel, count in found.stages[stage].collectives.items():
-            sent += runs * count * _wire_bytes(kernel, plan.tp)
-    what = "collectives of split products"
+            sent += runs * count * _wire_bytes(kernel, plan.cp if kernel.axis == "cp" else plan.tp)
     exposed_s = min(max(seconds - saved_s, 0.0), seconds)
     return AxisTraffic(
-        "tp", plan.tp, what, rank=rank, sent_bytes=round(sent), seconds=seconds, exposed_s=exposed_s
-    )
+        cast(Any, plan.form.axes), plan.lanes, "collectives of the graphs", rank=rank,
+        sent_bytes=round(sent), seconds=seconds, exposed_s=exposed_s,
+    )  # fmt: skip
 
 
 def _wire_bytes(kernel: Kernel, tp: int) -> float:
@@ -126,7 +127,7 @@ def _over_dp(lowered: Lowered, simulation: Simulation) -> AxisTraffic:
     what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
     exposed_s = simulation.exposed_s[place]
     return AxisTraffic(
-        "dp x cp" if plan.mesh.shares_state else "dp",
+        "dp x cp" if plan.mesh.replicas > 1 else "dp",
         plan.state_ranks,
         what,
         rank=place,

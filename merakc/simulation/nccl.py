@@ -19,7 +19,7 @@ from merakc.analysis.calls import (
     Communicator,
     Event,
     Join,
-    Lane,
+    Stream,
     Sync,
     Wait,
     Wiring,
@@ -68,10 +68,10 @@ def run_calls(
 
 
 @dataclass(slots=True, eq=False)
-class _Stream:
-    """A lane, or the calls of a queue: what a host has given it, and how far it is."""
+class _Queue:
+    """A stream, or the calls of a queue: what a host has given it, and how far it is."""
 
-    given: list[Wait | tuple[Lane, int]] = field(default_factory=list)
+    given: list[Wait | tuple[Stream, int]] = field(default_factory=list)
     at: int = 0
 
 
@@ -82,20 +82,22 @@ class _Rank:
     number: int
     events: Sequence[Event]
     at: int = 0  # of the host
-    lanes: dict[Lane, _Stream] = field(default_factory=lambda: {lane: _Stream() for lane in Lane})
+    streams: dict[Stream, _Queue] = field(
+        default_factory=lambda: {stream: _Queue() for stream in Stream}
+    )
     queues: dict[Queue, deque[Call]] = field(default_factory=dict)
-    begins: dict[Call, int] = field(default_factory=dict)  # where in its lane a call can begin
+    begins: dict[Call, int] = field(default_factory=dict)  # where in its stream a call can begin
     ended: set[Call] = field(default_factory=set)
 
     @property
     def is_done(self) -> bool:
         """Whether its step has ended."""
-        idle = all(lane.at == len(lane.given) for lane in self.lanes.values())
+        idle = all(stream.at == len(stream.given) for stream in self.streams.values())
         return self.at == len(self.events) and idle and not any(self.queues.values())
 
     def has_begun(self, call: Call) -> bool:
-        """Whether a call's lane has come to it."""
-        return self.lanes[call.lane].at >= self.begins[call]
+        """Whether a call's stream has come to it."""
+        return self.streams[call.stream].at >= self.begins[call]
 
     def next_event(self) -> Event | None:
         """What the host does next."""
@@ -117,8 +119,8 @@ class _Model:
         moved = True
         while moved:
             moved = self._host(rank, woken)
-            for lane in rank.lanes.values():
-                moved |= self._lane(rank, lane)
+            for stream in rank.streams.values():
+                moved |= self._stream(rank, stream)
             for key, calls in rank.queues.items():
                 moved |= bool(calls) and self._queue(rank, key, woken)
         return woken
@@ -130,16 +132,16 @@ class _Model:
                 case Call():
                     if not self._connects(rank, event, woken):
                         break
-                    rank.begins[event] = len(rank.lanes[event.lane].given)
+                    rank.begins[event] = len(rank.streams[event.stream].given)
                     rank.queues.setdefault(self._key(event), deque()).append(event)
                 case Wait():
-                    rank.lanes[event.lane].given.append(event)
+                    rank.streams[event.stream].given.append(event)
                 case Join():
-                    there = len(rank.lanes[event.other].given)
-                    rank.lanes[event.lane].given.append((event.other, there))
+                    there = len(rank.streams[event.other].given)
+                    rank.streams[event.stream].given.append((event.other, there))
                 case Sync():
-                    lane = rank.lanes[Lane.COMPUTE]
-                    if lane.at < len(lane.given):
+                    stream = rank.streams[Stream.COMPUTE]
+                    if stream.at < len(stream.given):
                         break
             rank.at += 1
         return rank.at > start
@@ -165,17 +167,17 @@ class _Model:
     def _members(self, call: Call) -> list[int]:
         return [r for r in call.ends if r in self.ranks]
 
-    def _lane(self, rank: _Rank, lane: _Stream) -> bool:
-        start = lane.at
-        while lane.at < len(lane.given):
-            item = lane.given[lane.at]
+    def _stream(self, rank: _Rank, stream: _Queue) -> bool:
+        start = stream.at
+        while stream.at < len(stream.given):
+            item = stream.given[stream.at]
             if isinstance(item, Wait):
                 if item.call not in rank.ended:
                     break
-            elif rank.lanes[item[0]].at < item[1]:
+            elif rank.streams[item[0]].at < item[1]:
                 break
-            lane.at += 1
-        return lane.at > start
+            stream.at += 1
+        return stream.at > start
 
     def _queue(self, rank: _Rank, key: Queue, woken: set[int]) -> bool:
         """Ends the calls at the head of a queue that all their ranks have begun."""
@@ -224,14 +226,14 @@ class _Model:
 
     def _blocking(self, rank: _Rank) -> Call:
         """The call that a rank has begun and cannot end, for which its computing waits."""
-        lane = next((x for x in rank.lanes.values() if x.at < len(x.given)), None)
-        while lane is not None:
-            item = lane.given[lane.at]
+        stream = next((x for x in rank.streams.values() if x.at < len(x.given)), None)
+        while stream is not None:
+            item = stream.given[stream.at]
             if not isinstance(item, Wait):
-                lane = rank.lanes[item[0]]
+                stream = rank.streams[item[0]]
                 continue
             head = rank.queues[self._key(item.call)][0]
             if rank.has_begun(head):
                 return head
-            lane = rank.lanes[head.lane]
+            stream = rank.streams[head.stream]
         return next(calls[0] for calls in rank.queues.values() if calls)

@@ -17,9 +17,9 @@ from merakc.errors import MismatchError
 from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.ir.graph import Graph
 from merakc.ir.program import StageGraphs
+from merakc.kernels.collectives import AXES
 from merakc.lowering.lowered import Lowered
 
-AXIS = "tp"  # the argument of graphs' collectives
 LOCAL = ("merakc.copy_to.default", "merakc.scatter.default")  # ask for no other rank
 
 
@@ -62,12 +62,13 @@ def check_alike(
 
 
 def _collectives(graph: Graph) -> Iterator[tuple[Any, ...]]:
-    """The collectives over tp, in their order, but for what is this rank's own: the sizes of parts,
-    and not which of them it has.
+    """The collectives over tp and cp, in their order, but for what is this rank's own: the sizes of
+    parts, and not which of them it has.
     """
     for node in graph.nodes:
-        if AXIS in node.args and node.op not in LOCAL:
-            at, outs = node.args.index(AXIS), [o.dtype for o in node.outputs if o is not None]
+        at = next((k for k, arg in enumerate(node.args) if arg in AXES), None)
+        if at is not None and node.op not in LOCAL:
+            outs = [o.dtype for o in node.outputs if o is not None]
             sizes = [x for x in node.args[at + 2 :] if isinstance(x, (list, tuple))]
             yield node.op, node.args[at : at + 2], sizes, outs
 

@@ -169,8 +169,8 @@ class ParallelModel(Forwards):
 
     @property
     def last_collectives(self) -> tuple[CollectiveEvent, ...]:
-        """The collectives over tp of this rank's last step, where `record_collectives` was called:
-        when each was issued and had ended, and when the rank stood still for it.
+        """The collectives over tp and cp of this rank's last step, where `record_collectives` was
+        called: when each was issued and had ended, and when the rank stood still for it.
         """
         return self._own("_last_collectives")  # type: ignore[no-any-return]
 
@@ -183,7 +183,8 @@ class ParallelModel(Forwards):
     def extra_repr(self) -> str:
         """The rank, the degrees and what else a module shows."""
         mesh = self.plan.mesh
-        own = f"rank {self.rank} of dp={mesh.dp} x tp={mesh.tp} x pp={mesh.pp}"
+        along = f"cp={mesh.cp} x " if mesh.cp > 1 else ""
+        own = f"rank {self.rank} of dp={mesh.dp} x {along}tp={mesh.tp} x pp={mesh.pp}"
         said = own if mesh.world_size > 1 else ""
         return "; ".join(x for x in (said, super().extra_repr()) if x)
 

@@ -26,7 +26,7 @@ from merakc.ir.graph import InputKind, Ref
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import StageGraphs
 from merakc.ir.same import Same
-from merakc.kernels.collectives import bind_axis
+from merakc.kernels.collectives import AXES, bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.lowering.forwards import surroundings
 from merakc.lowering.lowered import Lowered, adapt_plan
@@ -270,14 +270,14 @@ class Steps:
 
     def _check_held(self, lowered: Lowered) -> None:
         """Refuses a recording that wants parameters elsewhere than they are."""
-        tp, layouts = lowered.plan.tp, lowered.stages.sharding.layouts
+        parts, sharding = lowered.plan.mesh.weight_ranks, lowered.stages.sharding
         rank_of = lowered.plan.rank_of
         for stage, graph in enumerate(lowered.stages.graphs):
             for item in graph.inputs:
                 if item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
                     continue
-                place, layout = self.placements[item.target], layouts[Ref(item.name)]
-                same = place.layout.local_shape(tp, 0) == layout.local_shape(tp, 0)
+                place, layout = self.placements[item.target], sharding.weight_layout(Ref(item.name))
+                same = place.layout.local_shape(parts, 0) == layout.local_shape(parts, 0)
                 if rank_of[stage] not in place.ranks or not same:
                     raise PlanError(
                         f"with this batch or mode stage {stage} reads {item.kind} "
@@ -292,10 +292,11 @@ class Steps:
         self.groups.made.clear()
 
     def bind(self) -> None:
-        """Binds the tp axis to this model's group: another model may have other groups."""
-        group = self.groups.axis("tp")
-        if group is not None:
-            bind_axis("tp", group)
+        """Binds the axes of graphs to this model's groups: another model may have other groups."""
+        for axis in AXES:
+            group = self.groups.axis(axis)
+            if group is not None:
+                bind_axis(axis, group)
 
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""

@@ -168,9 +168,9 @@ def _warn_of_opaque(plan: Plan) -> None:
                 continue
         warn_of_line(
             f"{where} cannot be recorded and runs as it is, whole on one stage and "
-            f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
-            f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward"
+            f"on each of {plan.lanes} ranks of {plan.form.axes}: {module.reason}, at "
+            f"{module.source}. It is {module.flops_share:.0%} of the forward's arithmetic, and its "
+            "forward runs again in the backward"
         )
 
 

@@ -60,7 +60,7 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
         if isinstance(tensor, nn.Parameter):
             dtype = kept_dtype(dtype, lowered.plan.precision, is_trained=tensor.requires_grad)
         found[name] = Placement(
-            sharding.layouts[refs[name]] if name in refs else planned,
+            sharding.weight_layout(refs[name]) if name in refs else planned,
             dtype,
             tuple(sorted(held)),
             tuple(sorted({lowered.plan.rank_of[s] for s in held})),

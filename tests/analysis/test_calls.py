@@ -48,11 +48,11 @@ def lines(events: tuple[Event, ...]) -> list[str]:
     for event in events:
         match event:
             case Call():
-                found.append(f"{event.lane}: {event.what}")
+                found.append(f"{event.stream}: {event.what}")
             case Wait():
-                found.append(f"{event.lane} waits for {event.call.what}")
+                found.append(f"{event.stream} waits for {event.call.what}")
             case Join():
-                found.append(f"{event.lane} joins {event.other}")
+                found.append(f"{event.stream} joins {event.other}")
             case Sync():
                 pass
     return found

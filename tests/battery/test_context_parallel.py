@@ -25,9 +25,11 @@ STEPS, BATCH_SIZE, MICRO_BATCHES = 2, 8, 4
 # Grouped heads, and tied embeddings over two stages; two sequences; an odd number of patches. The
 # state is sharded over cp, in several ways, and not at all.
 CASES: list[tuple[str, Mesh, ShardsGiven | None]] = [
-    ("llama_tied", Mesh(tp=2, pp=2), "zero-1"),
-    ("t5", Mesh(tp=2), None),
-    ("vit", Mesh(tp=2), "zero-3"),
+    ("llama_tied", Mesh(cp=2, pp=2), "zero-1"),
+    ("t5", Mesh(cp=2), None),
+    ("vit", Mesh(cp=2), "zero-3"),
+    ("gpt2", Mesh(tp=2, cp=2), "zero-1"),
+    ("t5", Mesh(tp=2, cp=2), None),
 ]
 
 
@@ -42,7 +44,7 @@ def reference(model: str) -> Reference:
 @pytest.mark.parametrize(("model", "mesh", "shards"), CASES, ids=str)
 def test_training_equals_one_process(model: str, mesh: Mesh, shards: ShardsGiven | None) -> None:
     task = Task(
-        MODELS[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True, axis="cp",
+        MODELS[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True,
         cluster=NOMINAL_CPU, state_shards=shards,
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))

@@ -22,16 +22,16 @@ from tests.passes.sharding.experts.test_sorted_forms import Other
 
 EVERY = {**ZOO, **MODELS}
 CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
-    ("mixtral", Mesh(tp=2, pp=2), {"recompute": "full"}),
-    ("mixtral", Mesh(tp=2), {"offload": "activations", "recompute": "none"}),
-    ("gpt_oss", Mesh(tp=2), {"recompute": "selective", "overlap": 2}),
+    ("mixtral", Mesh(cp=2, pp=2, experts=True), {"recompute": "full"}),
+    ("mixtral", Mesh(cp=2, experts=True), {"offload": "activations", "recompute": "none"}),
+    ("gpt_oss", Mesh(cp=2, experts=True), {"recompute": "selective", "overlap": 2}),
 ]
 
 
 @pytest.mark.parametrize(("model", "mesh", "options"), CASES, ids=str)
 def test_training_equals_one_process(model: str, mesh: Mesh, options: dict[str, Any]) -> None:
     task = Task(
-        EVERY[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True, axis="ep",
+        EVERY[model], mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, lift_casts=True,
         cluster=NOMINAL_CPU, options=options,
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))

@@ -102,10 +102,10 @@ def test_the_host_and_the_device_work_side_by_side() -> None:
 
 
 def test_collectives_of_tp_come_on_top_or_run_beside() -> None:
-    reduce = Kernel(KernelKind.COLLECTIVE, 0, 10**9, op=ALL_REDUCE)
+    reduce = Kernel(KernelKind.COLLECTIVE, 0, 10**9, op=ALL_REDUCE, axis="tp")
     compute = Kernel(KernelKind.TRAFFIC, 0, 10**10)
     kernels = Counter({reduce: 2, compute: 1})
-    wire_s = 2 * all_reduce_seconds(1e9, PLACE.group, FABRIC)
+    wire_s = 2 * all_reduce_seconds(1e9, PLACE.group("tp"), FABRIC)
     compute_s = kernel_seconds(compute, DEVICE)
     assert work_seconds(kernels, PLACE) == pytest.approx(wire_s + compute_s)
     beside = work_seconds(kernels, replace(PLACE, overlap=True))
@@ -114,8 +114,10 @@ def test_collectives_of_tp_come_on_top_or_run_beside() -> None:
 
 
 def test_a_group_of_unknown_size_is_a_node() -> None:
-    assert Place(DEVICE, FABRIC).group == Place(DEVICE, FABRIC, 8).group
-    assert PLACE.group.size == 4
+    assert Place(DEVICE, FABRIC).group("tp") == Place(DEVICE, FABRIC, 8).group("tp")
+    assert PLACE.group("tp").size == 4
+    along = Place(DEVICE, FABRIC, 2, cp=4).group("cp")
+    assert (along.size, along.per_node) == (4, min(4, FABRIC.ranks_per_node // 2))
 
 
 def test_total_flops() -> None:
@@ -150,10 +152,10 @@ def test_what_was_measured_wins_over_formulas() -> None:
 
 
 def test_measured_steps_correct_forwards_and_backwards() -> None:
-    wire = Kernel(KernelKind.COLLECTIVE, 0, 1 << 20, op=ALL_REDUCE)
+    wire = Kernel(KernelKind.COLLECTIVE, 0, 1 << 20, op=ALL_REDUCE, axis="tp")
     work = Work(Counter({product(512, 512, 512): 2, wire: 1}), Counter({product(512, 512, 512): 4}))
     own = replace(PLACE, factors=Factors(forward=3.0, backward=0.5))
-    wire_s = all_reduce_seconds(1 << 20, PLACE.group, FABRIC)
+    wire_s = all_reduce_seconds(1 << 20, PLACE.group("tp"), FABRIC)
     before_s = work_seconds(work.forward, PLACE) - wire_s
     assert forward_seconds(work, PLACE) == work_seconds(work.forward, PLACE)
     assert forward_seconds(work, own) - wire_s == pytest.approx(3 * before_s)

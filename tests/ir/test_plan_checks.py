@@ -146,10 +146,18 @@ def test_sequences_need_tensor_parallelism() -> None:
         check_values(values)
 
 
-@pytest.mark.parametrize("more", [{"tp": 1}, {"tp": 2, "sequence_parallel": True}], ids=str)
-def test_shared_sequences_need_ranks_and_split_nothing_else(more: dict[str, Any]) -> None:
-    plan = dataclasses.replace(PLAN, **{"splits": {}, "context_parallel": True, **more})
-    with pytest.raises(PlanError, match="context_parallel is true; tp must then be 2 or more"):
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"cp": 2, "tp": 2, "sequence_parallel": True}, "with tp=2 and cp=2 it must be false"),
+        ({"cp": 2, "tp": 2, "expert_parallel": True}, "cp must then be 2 or more, tp 1"),
+        ({"cp": 0}, "cp is 0; it must be 1 or more"),
+    ],
+    ids=str,
+)
+def test_what_ranks_share_goes_together(more: dict[str, Any], told: str) -> None:
+    plan = dataclasses.replace(PLAN, **more)
+    with pytest.raises(PlanError, match=told):
         check_values(dataclasses.asdict(PlanFile(plan)))
 
 

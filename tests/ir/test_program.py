@@ -11,17 +11,32 @@ from hypothesis import strategies as st
 from merakc.ir.program import Action, ActionKind, Collective, CollectiveKind, Mesh, Program
 
 DEGREES = st.integers(1, 5)
-MESHES = st.builds(Mesh, DEGREES, DEGREES, DEGREES)
+MESHES = st.builds(Mesh, DEGREES, DEGREES, DEGREES, cp=DEGREES)
 
 
 @given(MESHES)
 def test_coordinates_undo_rank(mesh: Mesh) -> None:
     for rank in range(mesh.world_size):
-        dp, pp, tp = mesh.coordinates(rank)
+        dp, pp, lane = mesh.coordinates(rank)
         assert 0 <= dp < mesh.dp
         assert 0 <= pp < mesh.pp
-        assert 0 <= tp < mesh.tp
-        assert mesh.rank(dp=dp, pp=pp, tp=tp) == rank
+        assert 0 <= lane < mesh.tp * mesh.cp
+        assert mesh.rank(dp=dp, pp=pp, lane=lane) == rank
+
+
+@given(MESHES, st.booleans())
+def test_ranks_that_share_state_have_the_same_parts_of_weights(mesh: Mesh, experts: bool) -> None:
+    mesh = replace(mesh, experts=experts)
+    assert mesh.replicas * mesh.weight_ranks == mesh.lanes
+    for rank in range(mesh.world_size):
+        sharing = mesh.sharing(rank)
+        _, stage, lane = mesh.coordinates(rank)
+        assert len(sharing) == mesh.state_ranks
+        assert sharing[mesh.state_rank(rank)] == rank
+        for other in sharing:
+            _, its_stage, its_lane = mesh.coordinates(other)
+            assert stage == its_stage
+            assert mesh.weight_rank(lane) == mesh.weight_rank(its_lane)
 
 
 def test_tp_varies_fastest_then_pp_then_dp() -> None:

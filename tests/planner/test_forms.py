@@ -7,7 +7,7 @@ from merakc.planner.forms import open_forms
 from merakc.planner.request import Request
 
 TENSORS = [Form(2), Form(2, sequence_parallel=True)]
-SEQUENCES = Form(2, context_parallel=True)
+SEQUENCES = Form(cp=2)
 
 
 def test_sequences_are_shared_where_ranks_are_more_than_samples() -> None:
@@ -22,8 +22,8 @@ def test_a_degree_says_what_is_shared() -> None:
 
 
 def test_experts_are_shared_where_there_are_any_and_nothing_says_what_is() -> None:
-    experts = [Form(2, context_parallel=True, expert_parallel=True)]
-    experts += [Form(4, context_parallel=True, expert_parallel=True)]
+    experts = [Form(cp=2, expert_parallel=True)]
+    experts += [Form(cp=4, expert_parallel=True)]
     found = [f for f in open_forms(Request(8, 8), 1, experts=4) if f.expert_parallel]
     assert found == experts  # over nodes, too
     assert list(open_forms(Request(2, 8, tp=2), 2, experts=4)) == TENSORS

@@ -43,7 +43,7 @@ def llama(samples: int) -> Recording:
         (Form(1), 5),
         (Form(2), 2),
         (Form(2, sequence_parallel=True), 5),
-        (Form(2, context_parallel=True), 2),
+        (Form(cp=2), 2),
     ],
     ids=repr,
 )
@@ -58,7 +58,7 @@ def test_pieces_are_those_of_the_plans_own_graph(
             tp=form.tp,
             micro_batches=2,
             sequence_parallel=form.sequence_parallel,
-            context_parallel=form.context_parallel,
+            cp=form.cp,
         ),
         NOMINAL_GPU,
     )

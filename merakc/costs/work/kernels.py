@@ -19,6 +19,7 @@ import torch
 from merakc.analysis.aliases import FREE, equal_values, is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, products, wire_bytes
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
+from merakc.kernels.collectives import AXES
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.ops import BACK, OUT, REST
 from merakc.kernels.scores import PLACES as SCORES
@@ -36,8 +37,9 @@ class KernelKind(StrEnum):
 class Kernel(NamedTuple):
     """Multiplications and additions, and bytes read and written; of a collective, bytes sent.
 
-    `shape` of a product is (batch, m, n, k), and (0, 0, 0, 0) where it is none of matrices. `op` is
-    a collective's. A tuple, since kernels are counted and looked up by the hundred thousand.
+    `shape` of a product is (batch, m, n, k), and (0, 0, 0, 0) where it is none of matrices. `op`
+    and `axis` are a collective's. A tuple, since kernels are counted and looked up by the hundred
+    thousand.
     """
 
     kind: KernelKind
@@ -46,6 +48,7 @@ class Kernel(NamedTuple):
     shape: tuple[int, int, int, int] = (0, 0, 0, 0)
     dtype: str = "bfloat16"
     op: str = ""
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +140,26 @@ def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, .
         moved_bytes = 2 * sum(spec.size_bytes for spec in stays)
         return (Kernel(KernelKind.TRAFFIC, 0, moved_bytes, dtype=dtype),) if stays else ()
     if node.op in COLLECTIVES:
-        moved_bytes = wire_bytes(node, specs)
-        return (Kernel(KernelKind.COLLECTIVE, 0, moved_bytes, dtype=dtype, op=node.op),)
+        return (collective_kernel(node, node.op, wire_bytes(node, specs)),)
     if node.op in LOSSES:
         passed_bytes = _passed(node, specs, LOSSES[node.op][0])
         own = Kernel(KernelKind.TRAFFIC, 0, passed_bytes, dtype=dtype)
         if node.op != "composite.vocab_parallel_embedding":
             return (own,)
-        size_bytes = node.spec.size_bytes
-        return own, Kernel(KernelKind.COLLECTIVE, 0, size_bytes, dtype=dtype, op=ALL_REDUCE)
+        return own, collective_kernel(node, ALL_REDUCE, node.spec.size_bytes)
     if node.op in SCORES:
         return tuple(_of_scores(node, specs, products(node), backward=SCORES[node.op] > 0))
     flops, moved_bytes = node_flops(node, specs), node_bytes(node, specs)
     if flops:
         return (_product(node, _shape(node, specs), flops, moved_bytes),)
     return (Kernel(KernelKind.TRAFFIC, 0, moved_bytes, dtype=dtype),)
+
+
+def collective_kernel(node: Node, op: str, size_bytes: int) -> Kernel:
+    """A node's collective, over the axis that its arguments name; else over tp."""
+    axis = next((arg for arg in node.args if arg in AXES), "tp")
+    dtype = dtype_name(node.spec.dtype)
+    return Kernel(KernelKind.COLLECTIVE, 0, size_bytes, dtype=dtype, op=op, axis=axis)
 
 
 def moves_nothing(node: Node) -> bool:
@@ -312,7 +320,7 @@ class _Reader:
     def _collective(self, node: Node, op: str) -> Kernel:
         sizes = [self.specs[r].size_bytes for r in node.refs if r not in self.parameters]
         size = max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
-        return Kernel(KernelKind.COLLECTIVE, 0, size, dtype=dtype_name(node.spec.dtype), op=op)
+        return collective_kernel(node, op, size)
 
     def _is_plain(self, node: Node) -> bool:
         """Whether a node does no more than move its tensors."""

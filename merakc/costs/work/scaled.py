@@ -66,14 +66,12 @@ def _kernels(one: Sequence[Kernel], other: Sequence[Kernel], steps: int) -> Coun
         return None
     found: Counter[Kernel] = Counter()
     for a, b in zip(one, other, strict=True):
-        if (a.kind, a.op, a.dtype) != (b.kind, b.op, b.dtype):
+        if (a.kind, a.op, a.axis, a.dtype) != (b.kind, b.op, b.axis, b.dtype):
             return None
         w, x, y, z = (_at(p, q, steps) for p, q in zip(a.shape, b.shape, strict=True))
-        flops, moved = (
-            _at(a.flops, b.flops, steps),
-            _at(a.traffic_bytes, b.traffic_bytes, steps),
-        )
-        found[Kernel(a.kind, flops, moved, (w, x, y, z), a.dtype, a.op)] += 1
+        flops = _at(a.flops, b.flops, steps)
+        moved_bytes = _at(a.traffic_bytes, b.traffic_bytes, steps)
+        found[a._replace(flops=flops, traffic_bytes=moved_bytes, shape=(w, x, y, z))] += 1
     return found
 
 

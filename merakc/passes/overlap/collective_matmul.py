@@ -35,7 +35,7 @@ from merakc.passes.overlap.chunk_writer import (
 from merakc.passes.sharding.factors import Factor, atoms, layout, leaves
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.propagate import propagate
-from merakc.passes.sharding.sequence import MAX_DIMS, Problem
+from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem
 
 # Where in a product's arguments its weight is.
 WEIGHT_POSITION = {

@@ -75,7 +75,7 @@ def node_factors(dims: Dims, node: Node) -> set[Factor]:
 def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]:
     """The factors of parameters that may be split in `tp` parts, with what they save and cost."""
     graph, place = dims.graph, place_on(cluster, tp)
-    specs, group, fabric = graph.specs(), place.group, place.fabric
+    specs, group, fabric = graph.specs(), place.group("tp"), place.fabric
     found: dict[Factor, Candidate] = {}
     for item in graph.inputs:
         if item.kind is not InputKind.PARAMETER:
@@ -318,11 +318,11 @@ def planned_factors(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
                 f"the model has {item.spec.shape}"
             )
         for dim, factors in zip(dims.of[Ref(item.name)], planned.dims, strict=True):
-            found |= _split_of(dim, factors, item.target)
+            found |= split_of(dim, factors, item.target)
     return found
 
 
-def _split_of(dim: Dim, planned: tuple[DimFactor, ...], target: str) -> set[Factor]:
+def split_of(dim: Dim, planned: tuple[DimFactor, ...], target: str) -> set[Factor]:
     """The factors of a dim that a layout splits."""
     found: set[Factor] = set()
     outer = 1
@@ -332,7 +332,7 @@ def _split_of(dim: Dim, planned: tuple[DimFactor, ...], target: str) -> set[Fact
             if not part.segments:
                 found.add(factor)
             for own, inner in zip(segments_of(factor), part.segments, strict=False):
-                found |= _split_of(own, inner, target)
+                found |= split_of(own, inner, target)
         outer *= part.size
     return found
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism, decided: which dims of which values are split over the tp axis."""
+"""Tensor and context parallelism, decided: which dims of which values are split over tp, and cp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
-from merakc.ir.layout import DimFactor, Layout, parse_layout
+from merakc.ir.layout import DimFactor, Layout
 
 
 def unsplit(graph: Graph) -> Sharding:
@@ -17,13 +17,6 @@ def unsplit(graph: Graph) -> Sharding:
         for ref, spec in graph.specs().items()
     }
     return Sharding(1, layouts, frozenset(), ())
-
-
-def computed_whole(graph: Graph, tp: int, splits: Mapping[str, str]) -> Sharding:
-    """The same on ranks that have parts of some parameters, `splits` by their names."""
-    parts = {Ref(i.name): splits[i.target] for i in graph.inputs if i.target in splits}
-    layouts = {**unsplit(graph).layouts, **{ref: parse_layout(own) for ref, own in parts.items()}}
-    return Sharding(tp, layouts, frozenset(), (), gathered=frozenset(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +56,14 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which dims of which values are split over tp; the same on every rank.
+    """Which dims of which values are split over the `tp` ranks of an axis; the same on every rank.
 
     `layouts` are those that nodes outside of all `sequences` see. `partial` names the nodes whose
     results are partial sums. `opaque` are the nodes without a rule, kept whole. The parameters
     `gathered` are read whole, though ranks have parts of them. Of the values `sums` each rank makes
-    a part of the gradient (`merakc.passes.sharding.gradient_sums`), which are added up elsewhere.
+    a part of the gradient (`merakc.passes.sharding.sequences.gradient_sums`), which are added up
+    elsewhere. `context` says how the ranks of cp share what is then split over tp: a rank's lane is
+    its place on tp, and `tp` times that on cp.
     """
 
     tp: int
@@ -78,11 +73,33 @@ class Sharding:
     sequences: tuple[SequenceSplit, ...] = ()
     gathered: frozenset[Ref] = frozenset()
     sums: frozenset[Ref] = frozenset()
+    context: Sharding | None = None
 
-    def unlike_ranks(self, graph: Graph) -> tuple[int, ...]:
-        """One rank for each set of sizes that the parts of a graph's values have: (0,) where all
+    @property
+    def lanes(self) -> int:
+        """How many ranks share the graph."""
+        return self.tp * self.cp
+
+    @property
+    def cp(self) -> int:
+        """How many of them have parts of sequences, for each of tp."""
+        return self.context.tp if self.context else 1
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any value is, or a gradient made in parts."""
+        return bool(self.sequences or self.sums) or any(
+            lay.is_split for lay in self.layouts.values()
+        )
+
+    def unlike_lanes(self, graph: Graph) -> tuple[int, ...]:
+        """One lane for each set of sizes that the parts of a graph's values have: (0,) where all
         dims divide evenly.
         """
+        along = self.context._unlike(graph) if self.context else (0,)
+        return tuple(c * self.tp + t for c in along for t in self._unlike(graph))
+
+    def _unlike(self, graph: Graph) -> tuple[int, ...]:
         refs = graph.specs()
         every = [self.layouts, *(s.layouts for s in self.sequences)]
         split = dict.fromkeys(
@@ -97,16 +114,42 @@ class Sharding:
         """The sequence split that a value is kept in."""
         return next((s for s in self.sequences if ref in s.kept), None)
 
-    def local_spec(self, ref: Ref, spec: TensorSpec, rank: int) -> TensorSpec:
-        """The spec of what tp rank `rank` keeps of a value."""
+    def layout_of(self, ref: Ref) -> Layout:
+        """How a value is kept over the axis itself."""
         part = self.sequence_of(ref)
-        lay = part.layouts[ref] if part else self.layouts[ref]
-        return TensorSpec(lay.local_shape(self.tp, rank), spec.dtype)
+        return part.layouts[ref] if part else self.layouts[ref]
+
+    def local_spec(self, ref: Ref, spec: TensorSpec, lane: int) -> TensorSpec:
+        """The spec of what a lane keeps of a value."""
+        lay = self.layout_of(ref)
+        own = TensorSpec(lay.local_shape(self.tp, lane % self.tp), spec.dtype)
+        if self.context is None:
+            return own
+        return _both(spec, own, self.context.local_spec(ref, spec, lane // self.tp))
+
+    def weight_layout(self, ref: Ref) -> Layout:
+        """How a parameter or buffer is split: over tp, or, of experts, over cp."""
+        along = self.context.layouts.get(ref) if self.context else None
+        return along if along is not None and along.is_split else self.layouts[ref]
+
+    def sequence_with(self, name: str) -> SequenceSplit | None:
+        """The sequence split that a node runs in: of tp, or of cp."""
+        along = self.context.sequences if self.context else ()
+        return next((s for s in (*along, *self.sequences) if name in s.nodes), None)
 
     def node_specs(
+        self, node: Node, specs: Mapping[Ref, TensorSpec], lane: int
+    ) -> dict[Ref, TensorSpec]:
+        """The specs of what the node reads and writes, as a lane computes them."""
+        own = self._node_specs(node, specs, lane % self.tp)
+        if self.context is None:
+            return own
+        along = self.context._node_specs(node, specs, lane // self.tp)
+        return {ref: _both(specs[ref], spec, along[ref]) for ref, spec in own.items()}
+
+    def _node_specs(
         self, node: Node, specs: Mapping[Ref, TensorSpec], rank: int
     ) -> dict[Ref, TensorSpec]:
-        """The specs of what the node reads and writes, as tp rank `rank` computes them."""
         part = next((s for s in self.sequences if node.name in s.nodes), None)
         layouts = self.layouts if part is None else {**self.layouts, **part.layouts}
         whole = {r for r in node.refs if part is not None and (node.name, r) in part.whole}
@@ -123,8 +166,9 @@ class Sharding:
         """All of it, in the same words wherever it is the same."""
         split = [f"{ref} {lay}" for ref, lay in self.layouts.items() if lay.is_split]
         opaque = [node.name for node in self.opaque]
+        along = self.context.told() if self.context else ""
         return _told(
-            (sorted(split), self.partial, opaque, self.sequences, self.gathered, self.sums)
+            (sorted(split), self.partial, opaque, self.sequences, self.gathered, self.sums, along)
         )
 
     def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
@@ -142,12 +186,13 @@ class Sharding:
         )
         layouts = {**self.layouts, **{n: self.layouts[o] for o, n in names.items()}}
         sums = self.sums | {new for old, new in names.items() if old in self.sums}
-        return replace(self, layouts=layouts, sequences=also, sums=sums)
+        along = self.context.renamed(names) if self.context else None
+        return replace(self, layouts=layouts, sequences=also, sums=sums, context=along)
 
     def splits(self, graph: Graph) -> dict[str, Layout]:
         """The layouts of the split parameters and buffers, by the user's names."""
         kinds = (InputKind.PARAMETER, InputKind.BUFFER)
-        found = {i.target: self.layouts[Ref(i.name)] for i in graph.inputs if i.kind in kinds}
+        found = {i.target: self.weight_layout(Ref(i.name)) for i in graph.inputs if i.kind in kinds}
         return {name: lay for name, lay in found.items() if lay.is_split}
 
     def whole_ops(self, graph: Graph) -> tuple[str, ...]:
@@ -155,6 +200,14 @@ class Sharding:
         grads = graph.grad_values()
         trained = [n for n in self.opaque if not grads.isdisjoint(n.refs)]
         return tuple(dict.fromkeys(f"{n.op} at {n.source}" for n in trained))
+
+
+def _both(whole: TensorSpec, one: TensorSpec, other: TensorSpec) -> TensorSpec:
+    """What is left of a value of which both parts are taken: of no dim of both, but for factors of
+    it that do not meet.
+    """
+    dims = zip(whole.shape, one.shape, other.shape, strict=True)
+    return TensorSpec(tuple(a * b // n if n else 0 for n, a, b in dims), whole.dtype)
 
 
 def _told(value: Any) -> str:

@@ -181,6 +181,16 @@ ROWS: Final[dict[str, Row]] = {
            "max_pool3d_with_indices_backward native_layer_norm_backward"),
 }  # fmt: skip
 
+# Collectives over cp, in the graph of one of its ranks: what tp splits goes through as it is.
+OVER_CP: Final[dict[str, Row]] = {
+    "merakc.all_reduce.default": POINTWISE,
+    "merakc.copy_to.default": POINTWISE,
+    "merakc.divide_gradient.default": POINTWISE,
+    "merakc.all_gather.default": Along(),
+    "merakc.gather_to.default": Along(),
+    "merakc.scatter.default": Along(),
+    "merakc.reduce_scatter.default": Along(),
+}
 # Rows of users' ops: `merakc.register_sharding`.
 _registered: dict[str, Row] = {}
 
@@ -191,6 +201,8 @@ def row_of(op: str) -> Row | None:
         return ROWS[op]
     if op in _registered:
         return _registered[op]
+    if op in OVER_CP:
+        return OVER_CP[op]
     return POINTWISE if is_pointwise(op) else None
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.passes.sharding.choose import choose, factors_of
-from merakc.passes.sharding.context import split_context
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Factor, atoms, layout
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.propagate import propagate
-from merakc.passes.sharding.sequence import split_sequences
+from merakc.passes.sharding.sequences.context import split_context
+from merakc.passes.sharding.sequences.sequence import split_sequences
 
 
 def shard(
@@ -23,22 +24,25 @@ def shard(
     *,
     cluster: Cluster = NOMINAL_GPU,
     sequence_parallel: bool = False,
-    context_parallel: bool = False,
+    cp: int = 1,
     expert_parallel: bool = False,
 ) -> Sharding:
-    """Decides how the graph's values are split over `tp` ranks of a cluster.
+    """Decides how the graph's values are split over `tp` ranks of a cluster, for each of `cp`.
 
     With `splits`, those parameters and buffers are split as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
-    all ranks is computed on parts of sequences. With `context_parallel` everything is, and no
-    parameter is split; with `expert_parallel` too, those of experts. Raises `ShardError` where
-    nothing can be split.
+    all ranks is computed on parts of sequences. Of the ranks of cp each computes on a part of every
+    sequence, with the same parameters, but for those of experts with `expert_parallel`. Raises
+    `ShardError` where nothing can be split.
     """
     dims = propagate(graph)
-    if context_parallel and tp > 1:
-        return split_context(dims, sharding_of(dims, set(), tp), experts=expert_parallel)
+    context = None
+    if cp > 1:
+        context = split_context(dims, sharding_of(dims, set(), cp), experts=expert_parallel)
+    if tp == 1 and context is not None:
+        return replace(sharding_of(dims, set(), 1), context=context)
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)
-    sharding = sharding_of(dims, chosen, tp)
+    sharding = replace(sharding_of(dims, chosen, tp), context=context)
     return split_sequences(dims, sharding, chosen) if sequence_parallel else sharding
 
 

@@ -1,4 +1,4 @@
-"""The graph of one tp rank, with its collectives as nodes.
+"""The graph of one lane, a rank of tp and cp, with its collectives as nodes.
 
 Where a split factor is summed, the partial sums are all-reduced; where a value that is not split
 enters an op that is, its gradient is. These are Megatron's conjugate pair f and g (arXiv
@@ -27,12 +27,13 @@ from merakc.ir.graph import (
     map_refs,
 )
 from merakc.ir.layout import Layout
-from merakc.passes.sharding.layouts import Dispatched, SequenceSplit, Sharding
+from merakc.passes.sharding.carry import carried
+from merakc.passes.sharding.experts.writer import ExpertWriter
+from merakc.passes.sharding.layouts import SequenceSplit, Sharding
 from merakc.passes.sharding.propagate import copies
 from merakc.passes.sharding.rules import GATHERED
 from merakc.passes.sharding.spmd_ops import SPECIAL
 
-AXIS = "tp"
 SCATTERS = ("scatter", "reduce_scatter")
 # Between a value and a larger one that repeats it, as keys for several heads of queries do.
 REPEATS = frozenset(
@@ -41,19 +42,28 @@ REPEATS = frozenset(
 )
 
 
-def spmd_partition(graph: Graph, sharding: Sharding, rank: int) -> Graph:
-    """The graph of tp rank `rank`: local shapes, local constants, collectives."""
-    is_split = any(lay.is_split for lay in sharding.layouts.values())
-    if not (sharding.sequences or sharding.sums or is_split):
-        return graph
-    return SpmdPartitioner(graph, sharding, rank).run()
+def spmd_partition(graph: Graph, sharding: Sharding, lane: int) -> Graph:
+    """The graph of one lane: local shapes, local constants, collectives. What ranks of cp share is
+    split first; what is left over tp.
+    """
+    if sharding.context is not None:
+        part = _along(graph, sharding.context, lane // sharding.tp, "cp")
+        if sharding.tp == 1:
+            return part
+        graph, sharding = part, carried(graph, sharding, part)
+    return _along(graph, sharding, lane % sharding.tp, "tp")
 
 
-class SpmdPartitioner:
+def _along(graph: Graph, sharding: Sharding, rank: int, axis: str) -> Graph:
+    """The graph of a rank of one axis."""
+    return SpmdPartitioner(graph, sharding, rank, axis).run() if sharding.is_split else graph
+
+
+class SpmdPartitioner(ExpertWriter):
     """Writes one rank's graph. `sharding` has the layouts that the node being written sees."""
 
-    def __init__(self, graph: Graph, sharding: Sharding, rank: int) -> None:
-        self.graph, self.whole, self.rank = graph, sharding, rank
+    def __init__(self, graph: Graph, sharding: Sharding, rank: int, axis: str) -> None:
+        self.graph, self.whole, self.rank, self.axis = graph, sharding, rank, axis
         self.sharding = sharding
         self.node = ""  # that is being written
         self.within: SequenceSplit | None = None  # where it is
@@ -147,7 +157,9 @@ class SpmdPartitioner:
             return ref_now
         if ref not in self.entered:
             name, spec = _named(ref, "copy_to"), self.specs[ref]
-            self.nodes.append(Node(name, "merakc.copy_to.default", (ref_now, AXIS), (), (spec,)))
+            self.nodes.append(
+                Node(name, "merakc.copy_to.default", (ref_now, self.axis), (), (spec,))
+            )
             self.entered[ref] = Ref(name)
         return self.entered[ref]
 
@@ -176,7 +188,7 @@ class SpmdPartitioner:
         if node.name in self.dispatched:
             self.write_dispatched(node, self.dispatched[node.name])
             return
-        if node.op == GATHERED:
+        if node.op == GATHERED and self.axis == "tp":
             self.gather(node)
             return
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
@@ -201,64 +213,6 @@ class SpmdPartitioner:
                 self.add_sum(node, node.op, args)
             else:
                 self.add(node, args)
-
-    def write_dispatched(self, node: Node, home: Dispatched) -> None:
-        """Adds a node that computes on the rows of this rank's experts."""
-        outputs = tuple(
-            o and TensorSpec((home.rows, *self.local_shape(node, k)[1:]), o.dtype)
-            for k, o in enumerate(node.outputs)
-        )
-        args, kwargs = (
-            map_refs(a, lambda r: self.at_experts(r, home)) for a in (node.args, node.kwargs)
-        )
-        self.nodes.append(replace(node, args=args, kwargs=kwargs, outputs=outputs))
-        if node.name in home.exits:
-            spec = self.local_spec(Ref(node.name))
-            args = (
-                Ref(node.name),
-                self.all_ends(home),
-                AXIS,
-                home.experts,
-                self.rank,
-                spec.shape[0],
-            )
-            name, op = f"{node.name}.combine", "merakc.combine.default"
-            self.nodes.append(
-                replace(node, name=name, op=op, args=args, kwargs=(), outputs=(spec,))
-            )
-            self.now[Ref(node.name)] = Ref(name)
-
-    def at_experts(self, ref: Ref, home: Dispatched) -> Ref:
-        """A value as the experts' ranks read it."""
-        if ref.node in home.nodes:
-            return ref
-        if ref != home.ends and ref not in home.sorted_rows:
-            return self.enter(ref)
-        if ref not in self.sent:
-            args: tuple[Any, ...] = (self.all_ends(home), home.experts, self.rank)
-            name, op = f"{ref.node}.own", "merakc.own_ends.default"
-            spec = TensorSpec((home.experts[self.rank],), self.specs[ref].dtype)
-            if ref != home.ends:
-                name, op = f"{ref.node}.{ref.index}.dispatch", "merakc.dispatch.default"
-                args = (self.enter(ref), args[0], AXIS, *args[1:], home.rows)
-                spec = TensorSpec(
-                    (home.rows, *self.local_spec(ref).shape[1:]), self.specs[ref].dtype
-                )
-            self.nodes.append(Node(name, op, args, (), (spec,)))
-            self.sent[ref] = Ref(name)
-        return self.sent[ref]
-
-    def all_ends(self, home: Dispatched) -> Ref:
-        """Where the groups of every rank's rows end."""
-        name = f"{home.ends.node}.all_gather0"
-        if name not in self.made:
-            own = self.specs[home.ends]
-            spec = TensorSpec((own.shape[0] * self.whole.tp,), own.dtype)
-            sizes = (own.shape[0],) * self.whole.tp
-            args = (home.ends, AXIS, 0, sizes, self.rank)
-            self.nodes.append(Node(name, "merakc.all_gather.default", args, (), (spec,)))
-            self.made.add(name)
-        return Ref(name)
 
     def gather(self, node: Node) -> None:
         """A product that is whole behind its gather; nothing where its columns are not split."""
@@ -291,7 +245,7 @@ class SpmdPartitioner:
             node,
             name=name,
             op="merakc.all_reduce.default",
-            args=(ref, AXIS, "sum"),
+            args=(ref, self.axis, "sum"),
             kwargs=(),
             outputs=(self.nodes[-1].spec,),
         )
@@ -333,7 +287,7 @@ class SpmdPartitioner:
         shape = list(spec.shape)
         shape[dim] = sizes[self.rank] if op in SCATTERS else sum(sizes)
         spec = TensorSpec(tuple(shape), spec.dtype)
-        args = (ref, AXIS, dim, sizes, self.rank)
+        args = (ref, self.axis, dim, sizes, self.rank)
         self.nodes.append(Node(name, f"merakc.{op}.default", args, (), (spec,)))
         if in_order or op in SCATTERS:
             return Ref(name), spec

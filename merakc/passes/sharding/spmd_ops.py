@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ class Writer(Protocol):
     """
 
     sharding: Sharding
+    axis: str
     rank: int
     nodes: list[Node]
     now: dict[Ref, Ref]
@@ -210,7 +212,7 @@ def _cut(out: Writer, node: Node) -> None:
     out.nodes.append(replace(node, name=f"{node.name}.whole", args=args, kwargs=kwargs))
     entered = replace(
         node, name=f"{node.name}.copy_to", op="merakc.copy_to.default",
-        args=(Ref(f"{node.name}.whole"), "tp"), kwargs=(),
+        args=(Ref(f"{node.name}.whole"), out.axis), kwargs=(),
     )  # fmt: skip
     out.nodes.append(entered)
     _take_part(out, node, Ref(entered.name))
@@ -289,15 +291,22 @@ def draw_blocks(
     """A rank's part of a draw that lies so: the dim of samples, and (size, start, end) of each dim
     of the array by which it is keyed. Raises `ShardError` where the part is no block of it.
     """
-    _, sample, sizes = node.args[KEY_POSITION[node.op] :][:3]
+    sample, sizes, starts, local = node.args[KEY_POSITION[node.op] + 1 :][:4]
     blocks = [(f.size, *f.bounds(tp, rank)) for dim in own.dims for f in dim]
-    return refined(sizes, sample, blocks)
+    return refined(local, sample, blocks, [*zip(sizes, starts, strict=True)])
 
 
 def refined(
-    sizes: tuple[int, ...], sample: int, blocks: list[tuple[int, int, int]]
+    sizes: tuple[int, ...],
+    sample: int,
+    blocks: list[tuple[int, int, int]],
+    outer: Sequence[tuple[int, int]] = (),
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Blocks (size, start, end) of the same array in which dim `sample` of `sizes` is one."""
+    """Blocks (size, start, end) of the same array in which dim `sample` of `sizes` is one.
+
+    Where the array is itself a block, `outer` has the size of each dim of the larger one, and where
+    it starts there: the result is of that one.
+    """
     rest, at = blocks[::-1], -1
     found: list[tuple[int, int, int]] = []
     for k, size in enumerate(sizes):
@@ -316,7 +325,23 @@ def refined(
         if k == sample and len(found) != first + 1:
             assert all((start, end) == (0, full) for full, start, end in found[first:])
             found[first:] = [(size, 0, size)]
+        if outer and outer[k] != (size, 0):
+            found[first:] = _block_of(found[first:], size, *outer[k])
     return at, found
+
+
+def _block_of(
+    blocks: list[tuple[int, int, int]], own: int, size: int, start: int
+) -> list[tuple[int, int, int]]:
+    """Blocks of a dim of `own` elements, which are those from `start` on of a dim of `size`."""
+    (_, first, last), *inner = blocks or [(own, 0, own)]
+    each = math.prod(n for n, _, _ in inner)
+    if size % each or start % each:
+        raise ShardError(
+            f"cp and tp cut random draws of {size} numbers where they do not meet: choose degrees "
+            "that divide the sequence, or none"
+        )
+    return [(size // each, start // each + first, start // each + last), *inner]
 
 
 def _outside(inner: int, start: int, end: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -55,7 +55,7 @@ class Stages:
 
     @cached_property
     def local(self) -> tuple[Graph, ...]:
-        """The graph of each stage on tp rank 0, which holds no less than any other rank."""
+        """The graph of each stage on the first lane, which holds no less than any other rank."""
         local = (spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
         return tuple(without_scores(with_grouped_heads(graph)) for graph in local)
 
@@ -137,7 +137,7 @@ def assign_stages(
         if r.node in position
     }
 
-    place = place_on(cluster, sharding.tp)
+    place = place_on(cluster, sharding.tp, cp=sharding.cp)
 
     def seconds(node: Node) -> float:
         return node_seconds(node, sharding.node_specs(node, specs, 0), place)
@@ -160,11 +160,11 @@ def _speeds(
     graph: Graph, sharding: Sharding, cluster: Cluster, devices: Sequence[Device]
 ) -> list[float] | None:
     """How often a second each device runs the whole graph; None where they are alike."""
-    kinds = dict.fromkeys(devices)
-    if len(kinds) < 2:
+    if len(kinds := dict.fromkeys(devices)) < 2:
         return None
     local = spmd_partition(graph, sharding, 0)
-    seconds = {d: sum(rough_seconds(local, place_on(cluster, sharding.tp, d))) for d in kinds}
+    places = {d: place_on(cluster, sharding.tp, d, cp=sharding.cp) for d in kinds}
+    seconds = {d: sum(rough_seconds(local, place)) for d, place in places.items()}
     return [1.0 / seconds[device] for device in devices]
 
 

@@ -241,14 +241,14 @@ def make_header(
     device = platform.processor() or platform.machine()
     inside = simulation.collectives_inside(range(mesh.world_size))
     hardware = cluster.described(mesh.world_size)
-    place = rank_place(hardware, len(hardware.devices), plan.tp)
+    place = rank_place(hardware, len(hardware.devices), plan.tp, cp=plan.cp)
     trained = [t for t in steps.state.values() if t.requires_grad]
     size = max((t.itemsize for t in trained), default=4)
     most = max(together(lambda: sum(t.numel() for t in trained)))
     return Header(
         plan=plan.hash,
         model=plan.model,
-        degrees={"dp": plan.dp, "tp": plan.tp, "pp": plan.pp},
+        degrees={"dp": plan.dp, **plan.form.degrees, "pp": plan.pp},
         micro_batches=plan.micro_batches,
         device=device if is_cpu else torch.cuda.get_device_name(steps.device),
         versions={
@@ -269,7 +269,8 @@ def make_header(
 def modelled(lowered: Lowered, cluster: Cluster) -> tuple[Modelled, ...]:
     """What formulas say of each stage, on one tp rank and micro-batch."""
     hardware = cluster.described(lowered.plan.mesh.world_size)
-    place = rank_place(hardware, len(hardware.devices), lowered.plan.tp)
+    plan = lowered.plan
+    place = rank_place(hardware, len(hardware.devices), plan.tp, cp=plan.cp)
     found = []
     for stage, graph in enumerate(lowered.stages.local):
         work = graph_work(graph)
@@ -287,7 +288,7 @@ def _compute_seconds(kernels: Mapping[Kernel, int], place: Place, factor: float)
 
 def _wire_seconds(kernels: Mapping[Kernel, int], place: Place) -> float:
     return sum(
-        count * collective_seconds(kernel, place.group, place.fabric)
+        count * collective_seconds(kernel, place)
         for kernel, count in kernels.items()
         if kernel.kind is KernelKind.COLLECTIVE
     )

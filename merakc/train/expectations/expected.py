@@ -74,10 +74,8 @@ def expected(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
         )
     touches = {s: stage_touches(c) if plan.has_collectives else {} for s, c in step.chunks.items()}
-    inside = {
-        s: chunk_collectives(s, chunk, place_on(cluster, plan.tp))
-        for s, chunk in step.chunks.items()
-    }
+    place = place_on(cluster, plan.tp, cp=plan.cp)
+    inside = {s: chunk_collectives(s, chunk, place) for s, chunk in step.chunks.items()}
     found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
     mesh, rank_of = plan.mesh, plan.rank_of
     of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
@@ -109,9 +107,9 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     """Of a stage of this rank, from its graphs."""
     plan = step.lowered.plan
     cost = stage_cost(
-        step.chunks[stage], place_on(cluster, plan.tp), plan.shards(stage), plan.precision,
-        plan.tied_shards(stage), on_host=plan.on_host, fused=step.lowered.compiled,
-        in_buckets=plan.has_buckets,
+        step.chunks[stage], place_on(cluster, plan.tp, cp=plan.cp), plan.shards(stage),
+        plan.precision, plan.tied_shards(stage), on_host=plan.on_host,
+        fused=step.lowered.compiled, in_buckets=plan.has_buckets,
     )  # fmt: skip
     head = step.executor.head
     if head is None or stage != step.lowered.head_stage:
@@ -170,7 +168,7 @@ def _measured(steps: Steps, step: CompiledStep, example: Batch) -> Measured:
         return before
     trials = measure_computes(steps, step, values_of(steps, step, example))
     seconds = stage_seconds(steps, trials)
-    axis = next((a for a in ("dp", "pp", "tp") if getattr(plan.mesh, a) > 1), None)
+    axis = next((a for a in ("dp", "pp", "tp", "cp") if getattr(plan.mesh, a) > 1), None)
     link = measure_link(steps.device, groups.axis(axis) if axis else None)
     messages, pipeline = None, groups.axis("pp")
     if steps.device.type == "cpu" and pipeline is not None:

@@ -33,11 +33,11 @@ def allocate(
     updated on the host; frozen parameters stay whole where parameters are not sharded. All ranks
     must call it.
     """
-    _, pipeline_rank, tp_rank = groups.coordinates
+    pipeline_rank, parts = groups.coordinates[1], groups.mesh.weight_ranks
     state: Tensors = {}
     for name, place in placements.items():
         if pipeline_rank in place.ranks:
-            shape = place.layout.local_shape(groups.mesh.tp, tp_rank)
+            shape = place.layout.local_shape(parts, groups.weight_rank)
             part = torch.empty(shape, dtype=place.dtype, device="meta")
             state[name] = nn.Parameter(part, place.requires_grad) if place.is_parameter else part
     sharded = None

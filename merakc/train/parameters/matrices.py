@@ -48,8 +48,8 @@ class Home:
 
     @cached_property
     def tp_rank(self) -> int:
-        """This rank's, along tp."""
-        return self.groups.coordinates[2]
+        """Which part of a split tensor this rank has."""
+        return self.groups.weight_rank
 
 
 class Shared:
@@ -79,7 +79,7 @@ class Shared:
 
     def local_shape(self, tp_rank: int) -> tuple[int, ...]:
         """What one rank of tp has of it."""
-        return self.layout.local_shape(self.home.groups.mesh.tp, tp_rank)
+        return self.layout.local_shape(self.home.groups.mesh.weight_ranks, tp_rank)
 
     def place_in_bucket(self, shard: int) -> int:
         """Where the shard of a rank of the group stands among all."""
@@ -240,7 +240,7 @@ class WholeTensors(Bringing):
         order = sorted(self.shared.values(), key=lambda s: (-_work(s.layout), s.name))
         for shared in order:
             shards = range(dist.get_world_size(shared.block) if shared.block else 1)
-            ranks = range(shared.home.groups.mesh.tp if shared.layout.is_split else 1)
+            ranks = range(shared.home.groups.mesh.weight_ranks if shared.layout.is_split else 1)
             slots = [(shard, rank) for shard in shards for rank in ranks]
             shared.owner = min(slots, key=lambda slot: loads.get(slot, 0))
             loads[shared.owner] = loads.get(shared.owner, 0) + _work(shared.layout)
@@ -294,7 +294,7 @@ def _to_owners(family: Sequence[Shared], parts: Sequence[torch.Tensor]) -> dict[
     collective.
     """
     first, every = family[0], range(len(family))
-    (shard, tp_rank), tp = first.here, first.home.groups.mesh.tp
+    (shard, tp_rank), tp = first.here, first.home.groups.mesh.weight_ranks
     near = [k for k in every if family[k].owner[0] == shard]
     shards = range(dist.get_world_size(first.block) if first.block else 1)
     sent = [[parts[k] for k in every if family[k].owner[0] == s] for s in shards]
@@ -307,7 +307,7 @@ def _to_owners(family: Sequence[Shared], parts: Sequence[torch.Tensor]) -> dict[
     own = [k for k in near if family[k].owner[1] == tp_rank]
     sent = [[local[k] for k in near if family[k].owner[1] == t] for t in range(tp)]
     sizes = [[torch.Size(family[k].local_shape(t)).numel() for k in own] for t in range(tp)]
-    got = _exchanged(first, sent, sizes, first.home.groups.axis("tp"))
+    got = _exchanged(first, sent, sizes, first.home.groups.of_weights)
     found = {k: local[k].new_empty(family[k].layout.shape) for k in own}
     for n, k in enumerate(own):
         for t in range(tp):
@@ -321,7 +321,7 @@ def _from_owners(family: Sequence[Shared]) -> dict[int, torch.Tensor]:
     collective.
     """
     first, every = family[0], range(len(family))
-    (shard, tp_rank), tp = first.here, first.home.groups.mesh.tp
+    (shard, tp_rank), tp = first.here, first.home.groups.mesh.weight_ranks
     near = [k for k in every if family[k].owner[0] == shard]
     local = {k: family[k].whole.data.reshape(-1) for k in near}
     if first.layout.is_split:
@@ -334,7 +334,7 @@ def _from_owners(family: Sequence[Shared]) -> dict[int, torch.Tensor]:
                     view.copy_(family[k].whole.data[box])
         there = [[k for k in near if family[k].owner[1] == t] for t in range(tp)]
         sizes = [[torch.Size(family[k].local_shape(tp_rank)).numel() for k in of] for of in there]
-        got = _exchanged(first, sent, sizes, first.home.groups.axis("tp"))
+        got = _exchanged(first, sent, sizes, first.home.groups.of_weights)
         local = {k: got[t][n] for t, of in enumerate(there) for n, k in enumerate(of)}
     shards = range(dist.get_world_size(first.block) if first.block else 1)
     sent = [[local[k][slice(*family[k].bounds(s))] for k in near] for s in shards]
@@ -350,7 +350,7 @@ def _extent(bounds: tuple[int, int]) -> int:
 
 def _boxes(shared: Shared, part: torch.Tensor, tp_rank: int) -> Any:
     """The boxes of the whole that a tp rank's part fills, and the part's memory of each."""
-    tp = shared.home.groups.mesh.tp
+    tp = shared.home.groups.mesh.weight_ranks
     place = Place(shared.name, shared.layout, tp, tp_rank, 0, part.numel())
     for box in place.boxes:
         yield box.slices, place.view(part, box)

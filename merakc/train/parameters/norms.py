@@ -35,15 +35,15 @@ class Owners:
         self.groups, self.device, self.sharded = groups, device, sharded
         self.placements = {n: p for n, p in placements.items() if p.is_parameter}
         self.place = {name: k for k, name in enumerate(self.placements)}
-        _, pipeline_rank, tp = groups.coordinates
-        shares_state = groups.mesh.shares_state
-        self.is_counted = tp == 0 or not shares_state  # of ranks that have the same sums, one is
+        _, pipeline_rank, lane = groups.coordinates
+        # Of lanes that have the same sums, one is.
+        self.is_counted = lane < groups.mesh.weight_ranks
         self.held = {n for n, p in self.placements.items() if pipeline_rank in p.ranks}
         self.counted: dict[ShardGroups | None, list[str]] = {}
         if sharded is not None:
             self.counted = {bucket.groups: [] for bucket in sharded.buckets}
         for name, place in self.placements.items():
-            if place.owner == pipeline_rank and (tp == 0 or shares_state or place.layout.is_split):
+            if place.owner == pipeline_rank and (groups.weight_rank == 0 or place.layout.is_split):
                 bucket = sharded.bucket_of.get(name) if sharded else None
                 self.counted.setdefault(bucket.groups if bucket else None, []).append(name)
 

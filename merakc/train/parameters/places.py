@@ -23,23 +23,22 @@ def register_places(
     sharded: ShardedState | None,
 ) -> None:
     """Remembers of each parameter and buffer which part of the whole tensor it is, if it is one."""
-    (dp, pipeline_rank, tp_rank), mesh = groups.coordinates, groups.mesh
+    pipeline_rank, mesh, part = groups.coordinates[1], groups.mesh, groups.weight_rank
     bucket_of = sharded.bucket_of if sharded else {}
     for name, tensor in state.items():
         where = placements[name]
-        layout, tp = where.layout, mesh.tp
+        layout, place = where.layout, mesh.state_rank(groups.rank)
         writes = where.owner == pipeline_rank
         bucket = bucket_of.get(name)
         shards = bucket.groups.shards.optimizer if bucket else 1
         if bucket is not None and shards > 1:
             start, stop = bucket.bounds(name, bucket.groups.owned_index)
-            is_alone = layout.is_split or mesh.shares_state or tp_rank == 0
-            writes = writes and is_alone and mesh.state_rank(groups.rank) < shards
+            writes = writes and (layout.is_split or part == 0) and place < shards
         elif layout.is_split:
-            start, stop, writes = 0, tensor.numel(), writes and dp == 0
+            start, stop, writes = 0, tensor.numel(), writes and place == 0
         else:
             continue
-        places[tensor] = Place(name, layout, tp, tp_rank, start, stop, writes)
+        places[tensor] = Place(name, layout, mesh.weight_ranks, part, start, stop, writes)
 
 
 # Empty stand-ins of others' parameters and buffers, and the shapes of these.

@@ -8,14 +8,17 @@ cancel out where these are equal. So it is with buffers, but for those that forw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from merakc.errors import MismatchError
+from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
 from merakc.runtime.part import plain
 from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.shards import Bucket
 from merakc.runtime.state import Placement
 
 TENSORS, ELEMENTS = 2, 16  # of each, that a step compares
@@ -37,20 +40,23 @@ class Replicas:
         mesh = groups.mesh  # of tensors that all ranks hold parts of there is nothing to compare
         self.names = [
             name for name, place in sorted(placements.items())
-            if mesh.dp > 1 or len(place.ranks) > 1 or (mesh.tp > 1 and not place.layout.is_split)
+            if mesh.state_ranks > 1 or len(place.ranks) > 1
+            or (mesh.weight_ranks > 1 and not place.layout.is_split)
         ]  # fmt: skip
         self.state, self.written, self.factors = state, written, dict[str, int]()
-        _, pipeline_rank, tp_rank = groups.coordinates
+        pipeline_rank = groups.coordinates[1]
         bucket_of = sharded.bucket_of if sharded else {}
         for name in self.names:
             place, bucket = placements[name], bucket_of.get(name)
             if pipeline_rank not in place.ranks:
                 continue
             shards = bucket.groups.shards.optimizer if bucket else 1
-            along_tp = 1 if place.layout.is_split or mesh.shares_state else mesh.tp
+            along_tp = 1 if place.layout.is_split else mesh.weight_ranks
+            if shards > 1 and bucket is not None and not _even(bucket, placements, mesh):
+                along_tp = 1  # each has a shard of other elements
             holders = len(place.ranks) * along_tp * (mesh.state_ranks // shards)
             is_first = pipeline_rank == place.owner and mesh.state_rank(groups.rank) < shards
-            is_first = is_first and (along_tp == 1 or tp_rank == 0)
+            is_first = is_first and (along_tp == 1 or groups.weight_rank == 0)
             if holders > 1:
                 self.factors[name] = holders - 1 if is_first else -1
 
@@ -87,3 +93,14 @@ class Replicas:
                     "than on others; load, initialise and change weights on all ranks alike, with "
                     "random numbers of one seed"
                 )
+
+
+def _even(bucket: Bucket, placements: Mapping[str, Placement], mesh: Mesh) -> bool:
+    """Whether a bucket has as many elements of each tensor on all ranks that split weights, so that
+    its shards lie alike.
+    """
+    parts = mesh.weight_ranks
+    return all(
+        len({math.prod(placements[name].layout.local_shape(parts, r)) for r in range(parts)}) == 1
+        for name in bucket.members
+    )

@@ -86,7 +86,7 @@ def test_computing_beside_collectives_is_slower_by_what_was_measured() -> None:
     place = replace(at(4), fabric=slow)
     found = block_seconds(SHAPE, MICRO_BATCH, place, 2).forward.each_s
     half_bytes = MICRO_BATCH // 2 * SHAPE.seq_len * SHAPE.hidden_size * 2
-    wire_s = 4 * all_reduce_seconds(half_bytes, place.group, slow)
+    wire_s = 4 * all_reduce_seconds(half_bytes, place.group("tp"), slow)
     work_s = block_seconds(SHAPE, MICRO_BATCH, at(1), 2).forward.each_s / 4
     assert wire_s < found < wire_s + 3 * (SLOWDOWN - 1) * work_s
 

@@ -167,7 +167,7 @@ def started(made: Graph) -> list[str]:
 
 def test_ranks_with_parts_of_other_sizes_start_collectives_in_one_order() -> None:
     plan = lowered("gpt2", 2)  # 131 words over 2 ranks
-    assert plan.stages.sharding.unlike_ranks(plan.stages.graphs[0]) == (0, 1)
+    assert plan.stages.sharding.unlike_lanes(plan.stages.graphs[0]) == (0, 1)
     plan = replace(plan, plan=replace(plan.plan, sub_batches=(1,), machines=CLUSTER))
     first, second = (plan.stage_graphs(0, rank) for rank in range(2))
     for piece in ("forward", "backward"):

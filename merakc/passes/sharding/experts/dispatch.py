@@ -129,7 +129,7 @@ def uncut(position: Mapping[str, int], sharding: Sharding) -> tuple[int, ...]:
     there.
     """
     found = list(range(len(position)))
-    for sequence in sharding.sequences:
+    for sequence in sharding.context.sequences if sharding.context else ():
         for one in sequence.dispatched:
             given = {ref.node for ref in (one.ends, *one.sorted_rows)}
             own = [position[name] for name in one.nodes | given if name in position]

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import merakc.kernels.experts  # noqa: F401  registers the ops
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
-from merakc.passes.sharding.context import LIKE_LARGE, ContextProblem
 from merakc.passes.sharding.propagate import propagate
+from merakc.passes.sharding.sequences.context import LIKE_LARGE, ContextProblem
 from merakc.passes.sharding.shard import sharding_of
 
 B, S, H, WORDS, EXPERTS, COPIES = 2, 6, 4, 16, 5, 2

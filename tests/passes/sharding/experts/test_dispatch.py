@@ -11,7 +11,7 @@ import torch
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, without_rows
-from merakc.passes.sharding.layouts import computed_whole
+from merakc.passes.sharding.sequences.gradient_sums import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, ends_of, graph_of
@@ -19,7 +19,7 @@ from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, ends_of, gr
 
 def _locals(ranks: int = 2, **parts: Part) -> list[Graph]:
     graph = graph_of(**parts)
-    sharding = shard(graph, ranks, context_parallel=True, expert_parallel=True)
+    sharding = shard(graph, 1, cp=ranks, expert_parallel=True)
     found = [spmd_partition(graph, sharding, rank) for rank in range(ranks)]
     for local in found:
         local.verify()
@@ -123,10 +123,10 @@ def test_slices_of_sent_rows_have_gradients_of_any_number_of_rows(dim: int, stan
 
 def test_no_stage_ends_among_rows_that_were_sent() -> None:
     graph = graph_of()
-    sharding = shard(graph, 2, context_parallel=True, expert_parallel=True)
+    sharding = shard(graph, 1, cp=2, expert_parallel=True)
     position = {n.name: k for k, n in enumerate(graph.nodes)}
     marks = uncut(position, sharding)
-    ((one,),) = [s.dispatched for s in sharding.sequences if s.dispatched]
+    ((one,),) = [s.dispatched for s in sharding.context.sequences if s.dispatched]
     given = {ref.node for ref in (one.ends, *one.sorted_rows)}
     assert given - one.nodes
     assert len({marks[position[name]] for name in one.nodes | given}) == 1

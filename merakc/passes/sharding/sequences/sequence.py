@@ -261,7 +261,7 @@ class Problem:
 
     def _gathered_s(self, size_bytes: int) -> float:
         """Seconds of half an all-reduce."""
-        return all_gather_seconds(size_bytes, self.machine.group, self.machine.fabric)
+        return all_gather_seconds(size_bytes, self.machine.group("tp"), self.machine.fabric)
 
 
 def aliases_of(node: Node) -> dict[Ref, Ref]:

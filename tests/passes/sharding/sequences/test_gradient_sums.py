@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from merakc.frontend.record import record
-from merakc.passes.sharding.gradient_sums import gradient_sums
 from merakc.passes.sharding.layouts import SequenceSplit
+from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
 
 
 class Halves(torch.autograd.Function):

@@ -55,7 +55,13 @@ def _graph(*, flips: bool = False) -> Graph:
 
 
 def _split(graph: Graph, ranks: int = 2) -> Sharding:
-    return shard(graph, ranks, context_parallel=True)
+    return shard(graph, 1, cp=ranks)
+
+
+def _cp(graph: Graph) -> Sharding:
+    context = _split(graph).context
+    assert context is not None
+    return context
 
 
 def _locals(graph: Graph, ranks: int) -> list[Graph]:
@@ -72,7 +78,7 @@ def _ops(local: Graph) -> list[str]:
 
 def test_all_that_is_trained_computes_on_parts() -> None:
     graph = _graph()
-    inside = set(chain.from_iterable(s.nodes for s in _split(graph).sequences))
+    inside = set(chain.from_iterable(s.nodes for s in _cp(graph).sequences))
     trained = {n.name for n in graph.nodes if Ref(n.name) in graph.grad_values()}
     assert trained == inside
 
@@ -102,7 +108,7 @@ def test_no_parameter_is_split() -> None:
 def test_what_needs_a_sequence_whole_is_computed_whole() -> None:
     """A sequence that is turned round is gathered, and its parts are taken behind that."""
     graph = _graph(flips=True)
-    inside = set(chain.from_iterable(s.nodes for s in _split(graph).sequences))
+    inside = set(chain.from_iterable(s.nodes for s in _cp(graph).sequences))
     (flip,) = [n for n in graph.nodes if n.op == "aten.flip.default"]
     assert flip.name not in inside
     (local, _) = _locals(graph, 2)
@@ -159,7 +165,7 @@ class Distances(nn.Module):
 
 def test_what_has_all_of_a_value_and_its_part_is_computed_whole() -> None:
     graph = record(Distances(), (torch.zeros(B, S, dtype=torch.long),), {}).graph
-    nodes = {name for split in _split(graph).sequences for name in split.nodes}
+    nodes = {name for split in _cp(graph).sequences for name in split.nodes}
     (distances,) = (n.name for n in graph.nodes if "cdist" in n.op)
     assert distances not in nodes
     assert {n.name for n in graph.nodes if "linear" in n.op} <= nodes

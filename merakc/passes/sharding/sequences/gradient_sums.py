@@ -9,11 +9,12 @@ gradient of it is that of all, and counts as one of as many (`merakc.divide_grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from merakc.ir.graph import Graph, InputKind, Ref
+from merakc.ir.layout import parse_layout
 from merakc.kernels.opaque import OPAQUE
-from merakc.passes.sharding.layouts import SequenceSplit
+from merakc.passes.sharding.layouts import SequenceSplit, Sharding, unsplit
 
 
 def gradient_sums(graph: Graph, sequences: Iterable[SequenceSplit] = ()) -> frozenset[Ref]:
@@ -30,3 +31,13 @@ def gradient_sums(graph: Graph, sequences: Iterable[SequenceSplit] = ()) -> froz
         if read and read <= found and is_ours and node.name not in inside:
             found.update(grads.intersection(node.outs))
     return frozenset(found)
+
+
+def computed_whole(graph: Graph, cp: int, splits: Mapping[str, str]) -> Sharding:
+    """How a graph's values lie on ranks of cp that all compute on whole sequences, and have parts
+    of some parameters, `splits` by their names, or of all weights' gradients.
+    """
+    parts = {Ref(i.name): splits[i.target] for i in graph.inputs if i.target in splits}
+    layouts = {**unsplit(graph).layouts, **{ref: parse_layout(own) for ref, own in parts.items()}}
+    sums = frozenset() if splits else gradient_sums(graph)
+    return Sharding(cp, layouts, frozenset(), (), gathered=frozenset(parts), sums=sums)

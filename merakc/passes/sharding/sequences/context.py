@@ -6,7 +6,7 @@ its own queries to all (as in Llama 3's training, arXiv 2407.21783, section 3.3.
 makes of its part alone and what is a sum over the dim costs no more than the sum. All else is
 computed whole on every rank, from gathered values: dear, and right.
 
-Which nodes compute on parts is a minimum cut, as in `merakc.passes.sharding.sequence`.
+Which nodes compute on parts is a minimum cut, as in `merakc.passes.sharding.sequences.sequence`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from merakc.passes.sharding.experts.dispatch import dispatched
 from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
-from merakc.passes.sharding.gradient_sums import gradient_sums
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
-from merakc.passes.sharding.sequence import MAX_DIMS, Problem, aliases_of
+from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
+from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem, aliases_of
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
 

@@ -1,0 +1,42 @@
+"""What is split over tp, carried to the graph of a rank of cp."""
+
+from __future__ import annotations
+
+from merakc.errors import PlanError
+from merakc.ir.graph import Graph, Ref
+from merakc.passes.sharding.choose import needed_whole, split_of
+from merakc.passes.sharding.factors import Factor
+from merakc.passes.sharding.layouts import Sharding
+from merakc.passes.sharding.propagate import propagate
+from merakc.passes.sharding.shard import sharding_of
+
+
+def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
+    """The sharding over tp of `part`, the graph of a rank of cp: what tp splits of the inputs of
+    the whole `graph` follows through it.
+
+    Raises `PlanError` where both axes split one dim, or where the part needs whole what tp splits.
+    """
+    dims, inputs = propagate(part), {i.name: i for i in graph.inputs}
+    chosen: set[Factor] = set()
+    for item in part.inputs:
+        whole = inputs.get(item.name)
+        if whole is None:  # a constant of the part's own
+            continue
+        sizes = zip(item.spec.shape, whole.spec.shape, strict=True)
+        for k, (factors, (own, full)) in enumerate(
+            zip(sharding.layouts[Ref(item.name)].dims, sizes, strict=True)
+        ):
+            if any(f.split for f in factors):
+                if own != full:
+                    raise _both(f"dim {k} of '{item.target or item.name}'")
+                chosen |= split_of(dims.of[Ref(item.name)][k], factors, item.target)
+    if blocked := [f.blocked or "another part of a value" for f in needed_whole(dims, chosen)]:
+        raise _both(blocked[0])
+    return sharding_of(dims, chosen, sharding.tp)
+
+
+def _both(what: str) -> PlanError:
+    return PlanError(
+        f"what is split over tp meets what is split over cp, at {what}; use cp=1 or tp=1"
+    )

@@ -1,0 +1,1 @@
+"""Sequences over ranks: with tp, where it leaves values whole, and over cp."""
