@@ -192,7 +192,7 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
         try:
             lowered = plan_layout(asked, record, cluster)
         except ShardError:
-            if not form.expert_parallel or asked.expert_parallel == request.expert_parallel:
+            if form.cp in (1, request.cp):
                 raise
             continue  # nobody has asked for it
         if not is_fixed and is_pressed(request, lowered, cluster):

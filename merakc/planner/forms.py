@@ -13,7 +13,7 @@ from merakc.planner.request import Request
 
 def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
     """The degrees of tp, over no more than the devices of a node where it is open, and whether
-    sequences are split too; those of cp, and of ranks that share so many experts.
+    sequences are split too; those of cp beside it, and of ranks that share so many experts.
     """
     for lanes in divisors(request.world_size):
         fixed = lanes * (request.pp or 1) * (request.dp or 1)
@@ -23,6 +23,9 @@ def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
             continue
         if 1 < lanes <= experts and _is_open(request) and request.expert_parallel is None:
             yield Form(cp=lanes, expert_parallel=True)
+        if _may_share_sequences(request):
+            shared = (tp for tp in divisors(lanes) if tp <= node and tp < lanes)
+            yield from (Form(tp, cp=lanes // tp) for tp in shared)
         tp, left = divmod(lanes, request.cp or 1)
         if left or request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
@@ -31,8 +34,6 @@ def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
             continue
         asked = request.sequence_parallel if tp > 1 else False
         yield from (Form(tp, s) for s in (False, True) if asked in (None, s))
-        if tp > 1 and _may_share_sequences(request):
-            yield Form(cp=tp)
 
 
 def _may_share_sequences(request: Request) -> bool:

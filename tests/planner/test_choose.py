@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
@@ -44,6 +45,26 @@ def test_the_fastest_plan_that_fits_is_taken() -> None:
         other = choose(fixed, recording, NOMINAL_CPU)
         assert other.prediction is not None
         assert least_s <= other.prediction.step_s / other.plan.dp
+
+
+class Rows(nn.Module):
+    """Of which no dim is a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(x).square().sum()}
+
+
+@pytest.mark.parametrize("pp", [1, None])
+def test_what_has_no_sequences_is_planned_though_ranks_are_more_than_samples(pp: int) -> None:
+    def recorded(samples: int) -> Recording:
+        return one_of_several(Rows(), {"x": torch.zeros(samples, 16)})
+
+    request = Request(2, 1, dp=1, pp=pp, total_batch_size=1)
+    assert choose(request, recorded, NOMINAL_CPU).plan.cp == 1
 
 
 def test_where_nothing_fits_recomputation_and_a_split_model_win() -> None:

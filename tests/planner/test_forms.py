@@ -11,8 +11,10 @@ SEQUENCES = Form(cp=2)
 
 
 def test_sequences_are_shared_where_ranks_are_more_than_samples() -> None:
-    assert list(open_forms(Request(2, 1), 2)) == [Form(1), *TENSORS, SEQUENCES]
+    assert list(open_forms(Request(2, 1), 2)) == [Form(1), SEQUENCES, *TENSORS]
     assert list(open_forms(Request(2, 0, total_batch_size=2), 2)) == [Form(1), *TENSORS]
+    shared = [form for form in open_forms(Request(8, 1), 2) if form.cp > 1 and form.lanes == 8]
+    assert shared == [Form(cp=8), Form(2, cp=4)]  # over nodes, with tp inside them
 
 
 def test_a_degree_says_what_is_shared() -> None:
