@@ -37,15 +37,17 @@ from merakc.simulation.nccl import Connecting, run_calls
 RANKS = (2, 3, 4, 5, 6, 8, 12, 16)
 FEW, MIDDLE = 5, 8  # up to so many ranks all layouts, or all sizes
 ROUNDS = (1, 2, 3)  # micro-batches a rank
-LAYOUTS = (  # dp, shards, tp, whether collectives over tp run under computing
-    (1, (1, 1, 1), 1, False),
-    (1, (1, 1, 1), 2, True),
-    (2, (1, 1, 1), 1, False),
-    (2, (1, 1, 2), 1, False),
-    (2, (1, 2, 2), 2, True),
-    (2, (2, 2, 2), 1, False),
-    (2, (2, 2, 2), 2, True),
-    (4, (2, 2, 4), 1, False),
+LAYOUTS = (  # dp, shards, tp, whether collectives over tp and cp run under computing, cp
+    (1, (1, 1, 1), 1, False, 1),
+    (1, (1, 1, 1), 2, True, 1),
+    (2, (1, 1, 1), 1, False, 1),
+    (2, (1, 1, 2), 1, False, 1),
+    (2, (1, 2, 2), 2, True, 1),
+    (2, (2, 2, 2), 1, False, 1),
+    (2, (2, 2, 2), 2, True, 1),
+    (4, (2, 2, 4), 1, False, 1),
+    (1, (1, 1, 2), 1, False, 2),
+    (1, (2, 2, 2), 2, True, 2),
 )
 CONNECTING: tuple[Connecting, ...] = ("eager", "lazy")
 Scripts = Mapping[int, Sequence[Event]]
@@ -63,12 +65,18 @@ class Case:
     shards: tuple[int, int, int] = (1, 1, 1)
     tp: int = 1
     overlapped: bool = False
+    cp: int = 1
     over_axis: bool = False
 
     @property
     def mesh(self) -> Mesh:
         """Its ranks."""
-        return Mesh(dp=self.dp, tp=self.tp, pp=self.pp)
+        return Mesh(dp=self.dp, tp=self.tp, pp=self.pp, cp=self.cp)
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether ranks share their state."""
+        return self.mesh.state_ranks > 1
 
     def schedule(self) -> Schedule:
         """Its order of work. Raises `ConfigError` where there is none of that size."""
@@ -91,13 +99,13 @@ class Case:
         ends = 0, len(rank_of) - 1
         apart = rank_of[ends[0]] != rank_of[ends[1]]
         found: dict[int, tuple[BucketSpec, ...]] = {}
-        for rank in range(self.pp if self.dp > 1 else 0):
+        for rank in range(self.pp if self.has_buckets else 0):
             own = [s for s, r in enumerate(rank_of) if r == rank]
             held = [Held(f"{w}{s}", torch.float32, 8, (s,), True) for s in own for w in "ab"]
             if rank in (rank_of[ends[0]], rank_of[ends[1]]):
                 held.append(Held("tied", torch.float32, 8, ends, True, is_shared=not apart))
             found[rank] = plan_buckets(held, lambda _: shards, bucket_bytes=1)
-        tied = (tuple(sorted(rank_of[s] for s in ends)),) if apart and self.dp == 1 else ()
+        tied = (tuple(sorted(rank_of[s] for s in ends)),) if apart and not self.has_buckets else ()
         return Wiring(self.mesh, rank_of, found, tied, self.overlapped, self.over_axis)
 
     def programs(self, schedule: Schedule, wiring: Wiring) -> tuple[Program, ...]:
@@ -105,7 +113,7 @@ class Case:
         stages = len(schedule.rank_of)
         plain = build_programs(self.mesh, schedule, self.transfers(stages))
         verify_programs(plain, micro_batches=self.micro_batches, training=True)
-        if self.dp == 1:
+        if not self.has_buckets:
             return plain
         touched = {s: _touches(s, stages) for s in range(stages)}
         names = {n for own in wiring.buckets.values() for b in own for n in b.members}
@@ -134,10 +142,10 @@ def cases() -> Iterator[Case]:
     """
     grid = product(KNOWN, RANKS, ROUNDS, (False, True))
     for turn, (name, pp, rounds, skips) in enumerate(grid):
-        for k, (dp, shards, tp, overlapped) in enumerate(LAYOUTS):
-            case = Case(name, pp, pp * rounds, skips, dp, shards, tp, overlapped)
+        for k, (dp, shards, tp, overlapped, cp) in enumerate(LAYOUTS):
+            case = Case(name, pp, pp * rounds, skips, dp, shards, tp, overlapped, cp)
             taken = pp <= FEW or (k + turn) % 3 == 0
-            if pp > MIDDLE and (rounds > 1 or dp * tp > 2):
+            if pp > MIDDLE and (rounds > 1 or dp * tp * cp > 2):
                 taken = False
             if taken and _exists(case):
                 yield case

@@ -190,7 +190,7 @@ def _check_plan(request: Request, given: Plan) -> None:
         )
     if given.mesh.world_size != request.world_size:
         raise ConfigError(
-            f"the plan is for {given.mesh.world_size} ranks ({given.degrees}), "
+            f"the plan is for {given.mesh.world_size} ranks ({' x '.join(given.degrees.split())}), "
             f"{request.world_size} were started; start as many, or make a new plan"
         )
 
