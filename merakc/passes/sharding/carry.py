@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import torch
+
 from merakc.errors import PlanError
-from merakc.ir.graph import Graph, Ref
+from merakc.ir.graph import Graph, OutputKind, Ref
+from merakc.ir.layout import Layout
 from merakc.passes.sharding.choose import needed_whole, split_of
 from merakc.passes.sharding.factors import Factor
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.shard import sharding_of
 
+# Outputs that others read as the whole graph's sharding says: other stages, the next step.
+AGREED = (OutputKind.ACTIVATION, OutputKind.BUFFER)
+
 
 def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
     """The sharding over tp of `part`, the graph of a rank of cp: what tp splits of the inputs of
     the whole `graph` follows through it.
 
-    Raises `PlanError` where both axes split one dim, or where the part needs whole what tp splits.
+    Raises `PlanError` where both axes split one dim, where the part needs whole what tp splits, and
+    where what other stages are to read comes out in other parts than they take it for.
     """
     dims, inputs = propagate(part), {i.name: i for i in graph.inputs}
     chosen: set[Factor] = set()
@@ -33,7 +40,25 @@ def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
                 chosen |= split_of(dims.of[Ref(item.name)][k], factors, item.target)
     if blocked := [f.blocked or "another part of a value" for f in needed_whole(dims, chosen)]:
         raise _both(blocked[0])
-    return sharding_of(dims, chosen, sharding.tp)
+    found = sharding_of(dims, chosen, sharding.tp)
+    for out, now in zip(graph.outputs, part.outputs, strict=True):
+        agreed, made = sharding.layouts[out.ref], found.layouts[now.ref]
+        if out.kind in AGREED and not _alike(agreed, made, sharding.tp):
+            raise _both(f"'{out.name}', which is [{made}] where others take it for [{agreed}]")
+    return found
+
+
+def _alike(one: Layout, other: Layout, tp: int) -> bool:
+    """Whether ranks of tp have the same parts of dims that are as long, and all of the others."""
+    for k, (mine, its) in enumerate(zip(one.dims, other.dims, strict=True)):
+        if not any(f.split for f in (*mine, *its)):
+            continue
+        if one.shape[k] != other.shape[k]:
+            return False
+        ranks = range(tp)
+        if not all(torch.equal(one.index(k, tp, r), other.index(k, tp, r)) for r in ranks):
+            return False
+    return True
 
 
 def _both(what: str) -> PlanError:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
+import torch
 
 from merakc.errors import PlanError
-from merakc.ir.graph import Graph, InputKind, Ref, TensorSpec
-from merakc.ir.layout import DimFactor, Layout
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
+from merakc.ir.layout import DimFactor, Layout, whole_layout
 from merakc.kernels.collectives import AXES
 from merakc.passes.sharding.carry import carried
+from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.sharding.sequences.test_context import _graph
@@ -55,3 +58,15 @@ def test_one_dim_is_not_split_over_both() -> None:
     graph, part = (Graph((one,), (), ()) for one in (ids, short))
     with pytest.raises(PlanError, match="split over tp meets what is split over cp, at dim 1"):
         carried(graph, split, part)
+
+
+def test_what_others_read_comes_out_as_they_take_it() -> None:
+    spec, whole = TensorSpec((B, S), torch.float32), whole_layout((B, S))
+    x = Input("x", InputKind.ACTIVATION, spec)
+    y = Node("y", "aten.relu.default", (Ref("x"),), (), (spec,))
+    graph = Graph((x,), (y,), (Output("act:y", OutputKind.ACTIVATION, Ref("y")),))
+    split = Layout(((DimFactor(B),), (DimFactor(S, True),)))
+    for parts, is_right in ((whole, True), (split, False)):
+        sharding = Sharding(2, {Ref("x"): whole, Ref("y"): parts}, frozenset(), ())
+        with contextlib.nullcontext() if is_right else pytest.raises(PlanError, match="act:y"):
+            carried(graph, sharding, graph)
