@@ -322,9 +322,13 @@ class Graph:
 
 
 def _specs(graph: Graph) -> Mapping[Ref, TensorSpec]:
-    of_nodes = (zip(n.outs, n.outputs, strict=True) for n in graph.nodes)
     found = {Ref(i.name): i.spec for i in graph.inputs}
-    return found | {ref: spec for pairs in of_nodes for ref, spec in pairs if spec is not None}
+    for node in graph.nodes:
+        if len(node.outputs) == 1 and node.outputs[0] is not None:  # as of most
+            found[node.outs[0]] = node.outputs[0]
+        else:
+            found |= {ref: s for ref in node.made if (s := node.outputs[ref.index])}
+    return found
 
 
 @cache
