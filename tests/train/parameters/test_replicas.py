@@ -85,3 +85,38 @@ def test_weights_that_differ(layout: dict[str, Any]) -> None:
     assert losses == others
     assert told == also
     assert "load, initialise and change weights on all ranks alike" in told
+
+
+class Odd(nn.Module):
+    """With an odd width, of which one rank of tp has more, before what all have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 65), nn.Linear(65, 16)
+        self.place = nn.Parameter(torch.randn(200, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return (self.down(self.up(x).relu()) + self.place).square().mean()
+
+
+def shards_of_other_elements() -> list[float]:
+    x = torch.ones(4, 200, 16)
+    model = merakc.auto_parallel(Odd(), x, dp=2, tp=2, state_shards="zero-1", cluster=NOMINAL_CPU)
+    assert any("65*" in layout for layout in model.plan.splits.values())
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(4):
+        loss = model(x)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_shards_that_lie_otherwise_on_ranks_of_tp_are_not_compared_with_each_other() -> None:
+    losses, *others = run_ranks(4, shards_of_other_elements)
+    assert losses[-1] < losses[0]
+    assert all(other == losses for other in others)
