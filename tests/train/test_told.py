@@ -14,6 +14,7 @@ from torch import nn
 import merakc
 from merakc.frontend.regions import WHY
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
+from merakc.ir.strategy import Form
 from merakc.report.terminal import Terminal
 from merakc.train.told import EVERY_S, QUIET, Teller, warn_of
 
@@ -25,7 +26,7 @@ def told(couplings: str, *unheard: str) -> list[str]:
     ]
     lines = ("BatchNorm over each micro-batch",)
     plan: Any = SimpleNamespace(
-        tp=2, opaque_modules=modules, couplings=couplings, conventions=lines
+        lanes=2, form=Form(2), opaque_modules=modules, couplings=couplings, conventions=lines
     )
     recording: Any = SimpleNamespace(aside=SimpleNamespace(unheard=unheard))
     with warnings.catch_warnings(record=True) as found:
@@ -37,7 +38,7 @@ def told(couplings: str, *unheard: str) -> list[str]:
 def test_what_is_told() -> None:
     first, second = told(WHOLE_BATCH, "a line prints, at train.py:7")
     assert "module 'encoder' cannot be recorded and runs as it is" in first
-    assert "2 tp ranks: a loop, at model.py:3. It is 50%" in first
+    assert "2 ranks of tp: a loop, at model.py:3. It is 50%" in first
     assert second == "a line prints, at train.py:7"
     assert told(PER_MICRO_BATCH)[1:] == ["by convention: BatchNorm over each micro-batch"]
 
