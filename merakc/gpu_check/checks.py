@@ -50,6 +50,8 @@ LAYOUTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
                   "dtype": "float32"}),
     ("t5", 4, {"pp": 2, "dp": 2, "micro_batches": 2}),
     ("mixtral", 4, {"tp": 2, "pp": 2, "micro_batches": 2}),
+    ("mixtral", 2, {"ep": 2}),
+    ("llama", 4, {"cp": 2, "tp": 2}),
 )  # fmt: skip
 
 
