@@ -353,8 +353,8 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     except ShardError:
         if plan.cp == 1:
             raise
-        context = computed_whole(graph, plan.cp, plan.splits if plan.expert_parallel else {})
         alone, own = sharded_as_planned(graph, replace(plan, cp=1, expert_parallel=False))
+        context = computed_whole(alone, plan.cp, plan.splits if plan.expert_parallel else {})
         return alone, replace(own, context=context)
     except PlanError as error:
         splits = {name: parse_layout(text) for name, text in plan.splits.items()}

@@ -182,7 +182,9 @@ def _rows(lay: Layout, count: int) -> tuple[int, int, list[int], list[int]]:
 
 
 class _Chunk:
-    """One chunk of a region, as `localise_ops` sees a rank."""
+    """One chunk of a region, as `merakc.passes.sharding.spmd_ops` sees a rank."""
+
+    axis = "tp"
 
     def __init__(self, writer: _Writer, region: Region, index: int) -> None:
         self.writer, self.region, self.rank = writer, region, index
@@ -226,6 +228,10 @@ class _Chunk:
         self.nodes.append(
             replace(node, name=name, op=op or node.op, args=args, kwargs=kwargs, outputs=outputs)
         )
+
+    def named(self, ref: Ref, what: str) -> str:
+        """The name of a node that makes something of a value."""
+        return f"{ref.node}#{self.rank}.{what}"
 
     def add_sum(self, node: Node, op: str, args: Any) -> Ref:
         """No node of a region sums over its rows."""

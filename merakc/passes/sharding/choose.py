@@ -133,7 +133,7 @@ def _scattered_draws(dims: Dims) -> set[Factor]:
     for node in dims.graph.nodes:
         if node.op not in KEY_POSITION:
             continue
-        sample, sizes = node.args[KEY_POSITION[node.op] + 1 :][:2]
+        sample, _, _, sizes = node.args[KEY_POSITION[node.op] + 1 :][:4]
         k, left = 0, sizes[0]
         for factor in (f for dim in dims.of[Ref(node.name)] for f in leaves(dim)):
             while left == 1 and k + 1 < len(sizes):

@@ -50,20 +50,24 @@ def spmd_partition(graph: Graph, sharding: Sharding, lane: int) -> Graph:
         part = _along(graph, sharding.context, lane // sharding.tp, "cp")
         if sharding.tp == 1:
             return part
-        graph, sharding = part, carried(graph, sharding, part)
-    return _along(graph, sharding, lane % sharding.tp, "tp")
+        within = carried(graph, sharding, part)
+        return _along(part, within, lane % sharding.tp, "tp", mark="tp.")
+    return _along(graph, sharding, lane, "tp")
 
 
-def _along(graph: Graph, sharding: Sharding, rank: int, axis: str) -> Graph:
-    """The graph of a rank of one axis."""
-    return SpmdPartitioner(graph, sharding, rank, axis).run() if sharding.is_split else graph
+def _along(graph: Graph, sharding: Sharding, rank: int, axis: str, mark: str = "") -> Graph:
+    """The graph of a rank of one axis; a `mark` is in the names of the nodes that it adds."""
+    return SpmdPartitioner(graph, sharding, rank, axis, mark).run() if sharding.is_split else graph
 
 
 class SpmdPartitioner(ExpertWriter):
     """Writes one rank's graph. `sharding` has the layouts that the node being written sees."""
 
-    def __init__(self, graph: Graph, sharding: Sharding, rank: int, axis: str) -> None:
+    def __init__(
+        self, graph: Graph, sharding: Sharding, rank: int, axis: str, mark: str = ""
+    ) -> None:
         self.graph, self.whole, self.rank, self.axis = graph, sharding, rank, axis
+        self.mark = mark
         self.sharding = sharding
         self.node = ""  # that is being written
         self.within: SequenceSplit | None = None  # where it is
@@ -136,7 +140,7 @@ class SpmdPartitioner(ExpertWriter):
         add up to one.
         """
         if ref not in self.shared:
-            name, spec = _named(ref, "once"), self.specs[ref]
+            name, spec = self.named(ref, "once"), self.specs[ref]
             args = (self.as_it_is(ref), self.whole.tp)
             self.nodes.append(Node(name, "merakc.divide_gradient.default", args, (), (spec,)))
             self.shared[ref] = Ref(name)
@@ -156,7 +160,7 @@ class SpmdPartitioner(ExpertWriter):
         if self.whole.layouts[ref].is_split or is_left:
             return ref_now
         if ref not in self.entered:
-            name, spec = _named(ref, "copy_to"), self.specs[ref]
+            name, spec = self.named(ref, "copy_to"), self.specs[ref]
             self.nodes.append(
                 Node(name, "merakc.copy_to.default", (ref_now, self.axis), (), (spec,))
             )
@@ -176,7 +180,7 @@ class SpmdPartitioner(ExpertWriter):
         for node in reversed(chain):
             own = Ref(node.name)
             if own not in self.repeated:
-                name = _named(own, "whole")
+                name = self.named(own, "whole")
                 self.nodes.append(replace(node, name=name, args=(now, *node.args[1:])))
                 self.repeated[own] = Ref(name)
             now = self.repeated[own]
@@ -240,7 +244,7 @@ class SpmdPartitioner(ExpertWriter):
         if split is not None:
             self.now[ref] = self.move(ref, split.layouts[ref], "reduce_scatter")
             return self.now[ref]
-        name = f"{node.name}.all_reduce"
+        name = self.named(ref, "all_reduce")
         reduced = replace(
             node,
             name=name,
@@ -278,7 +282,7 @@ class SpmdPartitioner(ExpertWriter):
         sizes = tuple(len(i) for i in index)
         order = torch.cat(index)
         in_order = torch.equal(order, torch.arange(len(order)))
-        name = _named(ref, f"{op}{dim}")
+        name = self.named(ref, f"{op}{dim}")
         while name in self.made:  # scattered for several sequences
             name += "+"
         self.made.add(name)
@@ -312,13 +316,13 @@ class SpmdPartitioner(ExpertWriter):
         bias = self.enter(bias) if self.within else self.read(bias)
         if len(view) > 1:
             shape = TensorSpec(view, node.spec.dtype)
-            name = f"{node.name}.bias_view"
+            name = self.named(ref, "bias_view")
             self.nodes.append(
                 replace(node, name=name, op="aten.reshape.default", args=(bias, view), kwargs=(),
                         outputs=(shape,))
             )  # fmt: skip
             bias = Ref(name)
-        name = f"{node.name}.bias"
+        name = self.named(ref, "bias")
         spec = self.whole.local_spec(ref, node.spec, self.rank)
         self.nodes.append(
             replace(node, name=name, op="aten.add.Tensor", args=(total, bias), kwargs=(),
@@ -340,14 +344,14 @@ class SpmdPartitioner(ExpertWriter):
             return out.at(self.as_it_is(out.ref))
         return out.at(self.move(out.ref, self.sharding.layouts[out.ref], "all_gather"))
 
+    def named(self, ref: Ref, what: str) -> str:
+        """The name of a node that makes something of a value: no other of the graph has it."""
+        index = f"{ref.index}." if ref.index else ""
+        return f"{ref.node}.{index}{self.mark}{what}"
+
     def constant(self, name: str, value: torch.Tensor) -> Ref:
         """A new constant input."""
         spec = TensorSpec(tuple(value.shape), value.dtype)
         self.inputs.append(Input(name, InputKind.CONSTANT, spec))
         self.constants[name] = value
         return Ref(name)
-
-
-def _named(ref: Ref, what: str) -> str:
-    """The name of a node that makes something of a value."""
-    return f"{ref.node}.{ref.index}.{what}" if ref.index else f"{ref.node}.{what}"

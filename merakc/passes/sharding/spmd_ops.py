@@ -54,6 +54,9 @@ class Writer(Protocol):
     def constant(self, name: str, value: torch.Tensor) -> Ref:
         """A new constant input."""
 
+    def named(self, ref: Ref, what: str) -> str:
+        """The name of a node that makes something of a value: no other of the graph has it."""
+
 
 def _linear(out: Writer, node: Node) -> None:
     bias = argument(node, 2, "bias")
@@ -119,7 +122,7 @@ def _averaged(out: Writer, node: Node) -> None:
     elif "reduction" in signature(node.op) and given(node, "reduction") != MEAN:
         out.add_sum(node, node.op, args)
     else:
-        part = f"{node.name}.part"
+        part = out.named(Ref(node.name), "part")
         spec = TensorSpec(out.local_shape(node), node.spec.dtype)
         kwargs = map_refs(node.kwargs, out.enter)
         out.nodes.append(replace(node, name=part, args=args, kwargs=kwargs, outputs=(spec,)))
@@ -178,7 +181,7 @@ def _fresh(out: Writer, node: Node) -> None:
     if not lay.is_split:
         out.nodes.append(node)
         return
-    whole = replace(node, name=f"{node.name}.whole")
+    whole = replace(node, name=out.named(Ref(node.name), "whole"))
     out.nodes.append(whole)
     _take_part(out, node, Ref(whole.name))
 
@@ -191,8 +194,8 @@ def _take_part(out: Writer, node: Node, ref: Ref) -> None:
     for dim in split:
         index = lay.index(dim, out.sharding.tp, out.rank)
         shape[dim] = len(index)
-        constant = out.constant(f"{node.name}.index{dim}", index)
-        name = node.name if dim == split[-1] else f"{node.name}.part{dim}"
+        constant = out.constant(out.named(Ref(node.name), f"index{dim}"), index)
+        name = node.name if dim == split[-1] else out.named(Ref(node.name), f"part{dim}")
         spec = TensorSpec(tuple(shape), node.spec.dtype)
         op = "aten.index_select.default"
         out.nodes.append(replace(node, name=name, op=op, args=(ref, dim, constant), kwargs=(),
@@ -209,10 +212,11 @@ def _cut(out: Writer, node: Node) -> None:
         return
     kwargs = map_refs(node.kwargs, out.read)
     args = map_refs(node.args, out.read)
-    out.nodes.append(replace(node, name=f"{node.name}.whole", args=args, kwargs=kwargs))
+    whole = replace(node, name=out.named(Ref(node.name), "whole"), args=args, kwargs=kwargs)
+    out.nodes.append(whole)
     entered = replace(
-        node, name=f"{node.name}.copy_to", op="merakc.copy_to.default",
-        args=(Ref(f"{node.name}.whole"), out.axis), kwargs=(),
+        node, name=out.named(Ref(node.name), "copy_to"), op="merakc.copy_to.default",
+        args=(Ref(whole.name), out.axis), kwargs=(),
     )  # fmt: skip
     out.nodes.append(entered)
     _take_part(out, node, Ref(entered.name))

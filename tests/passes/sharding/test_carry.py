@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from merakc.errors import PlanError
+from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.layout import DimFactor, Layout, whole_layout
 from merakc.kernels.collectives import AXES
@@ -70,3 +72,24 @@ def test_what_others_read_comes_out_as_they_take_it() -> None:
         sharding = Sharding(2, {Ref("x"): whole, Ref("y"): parts}, frozenset(), ())
         with contextlib.nullcontext() if is_right else pytest.raises(PlanError, match="act:y"):
             carried(graph, sharding, graph)
+
+
+class Penalised(nn.Module):
+    """A value that tp splits, of which ranks of cp add up parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(32, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        wide = self.up(self.words(ids)).relu()
+        return self.down(wide).square().sum() + wide.abs().sum()
+
+
+def test_what_is_added_up_over_both_has_two_names() -> None:
+    graph = record(Penalised(), (torch.zeros(B, S, dtype=torch.long),), {}).graph
+    for lane in range(4):
+        local = spmd_partition(graph, shard(graph, 2, cp=2), lane)
+        local.verify()
+        sums = [n.args[1] for n in local.nodes if n.op == "merakc.all_reduce.default"]
+        assert sorted(sums) == ["cp", "cp", "tp", "tp"]
