@@ -116,7 +116,8 @@ class HeadRunner:
         moved = [s for s in self.head.waist if s.kind is not ShareKind.CONSTANT]
         if self.group is None or not moved:
             return own
-        size = max(self._spans(moved, rank)[1] for rank in range(len(self.layout.sizes)))
+        ends = [self._spans(moved, rank)[1] for rank in range(len(self.layout.sizes))]
+        size = max(ALIGNED_BYTES, *ends)  # of no tokens there is nothing to tell
         sent = torch.zeros(size, dtype=torch.uint8, device=self.device)
         for place, share in zip(self._places(moved, sent, self.layout.dp_rank), moved, strict=True):
             place.copy_(own.pop(share.name))

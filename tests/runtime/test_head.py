@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+import merakc
 from benchmarks.ranks import run_ranks
 from merakc.ir.batches import BatchLayout, Head, Rows, Share, ShareKind
 from merakc.ir.graph import Graph, TensorSpec
 from merakc.ir.program import ActionKind, Mesh, StageGraphs
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
 from tests.coupled_models import ROUTED, TOWERS, WIDE, Tensors
@@ -112,3 +116,28 @@ def test_a_message_has_values_of_all_dtypes_in_their_places() -> None:
             place.copy_(value)
         for place, value in zip(runner._places(shares, message, rank), values, strict=True):
             assert torch.equal(place, value)
+
+
+class NextWords(nn.Module):
+    """Of a text of one word there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A loss."""
+        scores = self.out(self.words(ids))[:, :-1].flatten(0, 1)
+        return {"loss": F.cross_entropy(scores, ids[:, 1:].flatten())}
+
+
+def of_one_word() -> bool:
+    ids = torch.arange(52).view(4, 13) % 32
+    model = merakc.auto_parallel(NextWords(), {"ids": ids}, dp=2, cluster=NOMINAL_CPU).eval()
+    with torch.no_grad():
+        return bool(model(ids=ids[:2, :1])["loss"].isnan())
+
+
+def test_the_loss_of_no_words_is_that_of_one_process() -> None:
+    assert run_ranks(2, of_one_word) == [True, True]

@@ -182,6 +182,8 @@ def piece(dim: Dim, start: int, end: int) -> Dim | None:
 
 def regroup(dims: list[Dim], shape: tuple[int, ...]) -> list[Dim] | None:
     """The dims of a reshape to `shape`, or None where factors do not divide that way."""
+    if 0 in shape:  # nothing divides it
+        return None
     rest = [f for dim in dims for f in leaves(dim)]
     found: list[Dim] = []
     for target in shape:

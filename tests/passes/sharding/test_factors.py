@@ -66,6 +66,7 @@ def test_regroup_splits_and_joins() -> None:
 
 def test_regroup_refuses_what_does_not_divide() -> None:
     assert regroup([[Factor(3), Factor(4)]], (2, 6)) is None
+    assert regroup([[Factor(3)], [Factor(0)]], (0,)) is None  # nothing divides it
 
 
 def test_layout_joins_neighbours_that_are_not_split() -> None:
