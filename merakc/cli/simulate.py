@@ -51,6 +51,9 @@ def simulate(
     batch: Annotated[int | None, typer.Option(help="Samples a step, all ranks.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    cp: Annotated[
+        int | None, typer.Option(help="Ranks that share sequences, or experts.", min=1)
+    ] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
@@ -72,8 +75,8 @@ def simulate(
         plan = made.decisions
         given = load_source(source, sequence, trust_remote_code=trust)
         changes = Request(
-            0, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule or "auto",
-            total_batch_size=batch,
+            0, 0, dp, tp=tp, cp=cp, pp=pp, micro_batches=micro_batches,
+            schedule=schedule or "auto", total_batch_size=batch,
         )  # fmt: skip
         first = made_for or machines_of(made)
         dtype, now = product_dtype(plan, given), changed_strategy(plan, changes).world_size

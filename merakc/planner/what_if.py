@@ -30,7 +30,7 @@ from merakc.report.analysis import make_report
 from merakc.schedules.registry import stage_ranks
 
 # What a request changes of a plan.
-CHANGEABLE = ("dp", "tp", "pp", "schedule")
+CHANGEABLE = ("dp", "cp", "tp", "pp", "schedule")
 
 
 def simulated(
@@ -99,8 +99,15 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
         strategy = replace(strategy, order=(), chunks=chunks)
     elif plan.order:
         _check_order(plan, strategy)
-    if strategy.tp == 1:
+    if strategy.tp == 1 or strategy.cp > 1:
         strategy = replace(strategy, sequence_parallel=False)
+    if strategy.cp == 1:
+        strategy = replace(strategy, expert_parallel=False)
+    if strategy.expert_parallel and strategy.tp > 1:
+        raise ConfigError(
+            f"ep={strategy.cp} and tp={strategy.tp}: experts are not split over tp as well; give "
+            "--tp 1, or --cp 1"
+        )
     counts = {n for shards in plan.state_shards for n in shards.counts}
     ranks = strategy.state_ranks
     divided = {n: math.gcd(n, ranks) for n in counts} | {plan.state_ranks: ranks}

@@ -74,6 +74,9 @@ def test_figures_move_as_they_should() -> None:
     assert _peak_bytes(deep) < _peak_bytes(before)
     wide = changed(plan(), gpt2(), Request(0, 0, dp=4), NOMINAL_GPU)
     assert wide.decisions.state_shards == (StateShards(1, 1, 4),) * 2
+    shared = changed(plan(), gpt2(), Request(0, 0, cp=2), NOMINAL_GPU)
+    assert (shared.decisions.cp, shared.decisions.state_shards) == (2, (StateShards(1, 1, 4),) * 2)
+    assert _peak_bytes(shared) < _peak_bytes(before)
     folded = changed(plan(), gpt2(), Request(0, 0, schedule="zb-v"), NOMINAL_GPU)
     assert folded.decisions.rank_of == (0, 1, 1, 0)
 
@@ -96,6 +99,14 @@ def test_figures_move_as_they_should() -> None:
 def test_numbers_that_do_not_divide_are_refused(changes: Request, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         changed_strategy(plan(), changes)
+
+
+def test_experts_are_shared_without_tp_and_as_long_as_sequences_are() -> None:
+    experts = replace(plan(), cp=2, expert_parallel=True)
+    assert changed_strategy(experts, Request(0, 0, cp=4)).expert_parallel
+    assert not changed_strategy(experts, Request(0, 0, cp=1)).expert_parallel
+    with pytest.raises(ConfigError, match="ep=2 and tp=2: experts are not split over tp as well"):
+        changed_strategy(experts, Request(0, 0, tp=2))
 
 
 def test_an_order_of_work_is_for_its_ranks() -> None:

@@ -25,7 +25,7 @@ def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
     where what other stages are to read comes out in other parts than they take it for.
     """
     dims, inputs = propagate(part), {i.name: i for i in graph.inputs}
-    chosen: set[Factor] = set()
+    chosen: dict[Factor, str] = {}  # with what is split so
     for item in part.inputs:
         whole = inputs.get(item.name)
         if whole is None:  # a constant of the part's own
@@ -37,10 +37,12 @@ def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
             if any(f.split for f in factors):
                 if own != full:
                     raise _both(f"dim {k} of '{item.target or item.name}'")
-                chosen |= split_of(dims.of[Ref(item.name)][k], factors, item.target)
-    if blocked := [f.blocked or "another part of a value" for f in needed_whole(dims, chosen)]:
-        raise _both(blocked[0])
-    found = sharding_of(dims, chosen, sharding.tp)
+                own_factors = split_of(dims.of[Ref(item.name)][k], factors, item.target)
+                chosen |= dict.fromkeys(own_factors, item.target or item.name)
+    for factor in needed_whole(dims, chosen):
+        why = factor.blocked or "draws, rows or segments that lie across it"
+        raise _both(f"{why}, of '{chosen[factor]}'")
+    found = sharding_of(dims, set(chosen), sharding.tp)
     for out, now in zip(graph.outputs, part.outputs, strict=True):
         agreed, made = sharding.layouts[out.ref], found.layouts[now.ref]
         if out.kind in AGREED and not _alike(agreed, made, sharding.tp):

@@ -51,7 +51,9 @@ def spmd_partition(graph: Graph, sharding: Sharding, lane: int) -> Graph:
         if sharding.tp == 1:
             return part
         within = carried(graph, sharding, part)
-        return _along(part, within, lane % sharding.tp, "tp", mark="tp.")
+        local = _along(part, within, lane % sharding.tp, "tp", mark="tp.")
+        local.verify()  # that no two nodes have one name, of all things
+        return local
     return _along(graph, sharding, lane, "tp")
 
 
