@@ -30,6 +30,12 @@ TrustCode = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 StateShards = Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")]
+SharingSequences = Annotated[
+    int | None, typer.Option("--cp", help="Ranks that share sequences.", min=1)
+]
+SharingExperts = Annotated[
+    int | None, typer.Option("--ep", help="Ranks that share experts too.", min=1)
+]
 Tokens = Annotated[
     str | None, typer.Option(help="Of a whole training (300B, 1.5T): days, energy, price of it.")
 ]

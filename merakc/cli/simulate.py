@@ -16,6 +16,7 @@ from merakc.cli.console import (
     NO,
     AsJson,
     Price,
+    SharingSequences,
     Tokens,
     TrustCode,
     check_outputs,
@@ -51,9 +52,7 @@ def simulate(
     batch: Annotated[int | None, typer.Option(help="Samples a step, all ranks.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
-    cp: Annotated[
-        int | None, typer.Option(help="Ranks that share sequences, or experts.", min=1)
-    ] = None,
+    cp: SharingSequences = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
