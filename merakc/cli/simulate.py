@@ -69,8 +69,7 @@ def simulate(
     progress = progress_console()
     with told(progress), working(progress, f"reading {file}") as tell:
         check_outputs(output=output)
-        goal = goal_of(tokens, price)
-        made = load_plan(file)
+        goal, made = goal_of(tokens, price), load_plan(file)
         plan = made.decisions
         given = load_source(source, sequence, trust_remote_code=trust)
         changes = Request(

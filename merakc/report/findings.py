@@ -97,13 +97,11 @@ def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
 
 def _strategy(other: Strategy) -> str:
     """Its degrees, and those of its decisions that are unusual."""
-    parts = [f"{other.dp} x {other.lanes} x {other.pp}"]
-    parts.append(count_of(other.micro_batches, "micro-batch"))
+    inside = str(other.form) if other.cp > 1 else str(other.tp)
+    parts = [f"{other.dp} x {inside} x {other.pp}", count_of(other.micro_batches, "micro-batch")]
     if other.pp > 1:
         chunks = f" with {other.chunks} stages a rank" if other.chunks > 1 else ""
         parts.append(other.schedule + chunks)
-    if other.cp > 1:
-        parts.append(f"{other.form} in the middle")
     if other.sequence_parallel:
         parts.append("sequence parallel")
     if other.offload != "none":
