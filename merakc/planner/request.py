@@ -92,7 +92,8 @@ class Request:
     def with_parts(self, cp: int | None, ep: int | None) -> Request:
         """The request for so many ranks that share sequences; `ep` of them share the experts too.
 
-        Raises `ConfigError` where tp is asked for beside ep, or cp of another number than ep.
+        Raises `ConfigError` where tp is asked for beside ep, cp of another number than ep, or
+        sequence parallelism beside either.
         """
         if cp is None and ep is None:
             return self
@@ -109,9 +110,9 @@ class Request:
                 f"ep={ranks} and tp={self.tp}: experts are not split over tp as well; give tp=1, "
                 "or ep=1"
             )
-        if ranks > 1 and self.tp not in (None, 1) and self.sequence_parallel:
+        if ranks > 1 and self.sequence_parallel:
             raise ConfigError(
-                f"cp={ranks}, tp={self.tp} and sequence_parallel: sequences are split over cp, and "
+                f"{axis}={ranks} and sequence_parallel=True: sequences are split over {axis}, and "
                 "not over tp as well; leave sequence_parallel out"
             )
         shares_experts = axis == "ep" and ranks > 1

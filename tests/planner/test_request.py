@@ -73,7 +73,7 @@ def test_ranks_share_sequences_beside_weights_and_experts_instead() -> None:
         meshes(Request(4, 8, tp=4).with_parts(2, None))
     with pytest.raises(ConfigError, match="ep=2 and tp=2: experts are not split over tp as well"):
         Request(4, 8, tp=2).with_parts(None, 2)
-    with pytest.raises(ConfigError, match="cp=2, tp=2 and sequence_parallel"):
-        Request(4, 8, tp=2, sequence_parallel=True).with_parts(2, None)
+    with pytest.raises(ConfigError, match="cp=2 and sequence_parallel=True: sequences"):
+        Request(4, 8, sequence_parallel=True).with_parts(2, None)
     with pytest.raises(ConfigError, match="cp is 0; a degree is at least 1"):
         Request(4, 8).with_parts(0, None)
