@@ -29,6 +29,7 @@ from merakc.ir.program import (
     Transfer,
 )
 from merakc.ir.state import Role, StateShards
+from merakc.kernels.collectives import AXES
 
 Way = tuple[int, int, bool]  # from one rank to another, and whether gradients travel
 # Reductions that computing runs ahead of: it waits for the one before these.
@@ -211,7 +212,7 @@ class _Walk:
             if action.kind.is_compute:
                 over_tp = [
                     event
-                    for axis in ("cp", "tp")
+                    for axis in AXES
                     for event in self._waited(
                         self._along(axis), f"collective {turn} of {action} over {axis}", action
                     )

@@ -126,8 +126,10 @@ def overlap_gains(lowered: Lowered) -> tuple[float, ...]:
     the machines that the plan records; none where collectives block.
     """
     plan = lowered.plan
-    if lowered.gains is not None or plan.machines is None or not plan.sub_batches:
+    if lowered.gains is not None or plan.machines is None:
         return lowered.gains or ()
+    if not plan.sub_batches or plan.lanes == 1:
+        return ()
     place = place_on(plan.machines, plan.tp, cp=plan.cp)
     return tuple(
         1 - stage_seconds(lowered.local(stage, 0), place)[0] / stage_seconds(whole, place)[1]

@@ -8,6 +8,7 @@ tensors and need of gradients are the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.fx as fx
 
 from merakc.frontend.calls.elementwise import Form
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec, map_refs, typed
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
-from merakc.passes.autodiff.tracer import Names, Tracer
+from merakc.passes.autodiff.tracer import Tracer
 
 ADD = "aten.add.Tensor"
 _NOWHERE = Node("", "", (), (), ())
@@ -68,7 +70,7 @@ class ByCall:
         self.graph = graph
         self.nodes: list[Node] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self._names = Names()
+        self._names = fx.Graph()._graph_namespace
         self.tracer = Tracer({})
         self.tracer.on_meta = True
         self._known: dict[Any, _Template] = {}
@@ -235,7 +237,7 @@ class ByCall:
             if call.op in KEY_POSITION:
                 at = KEY_POSITION[call.op]
                 args = (*args[:at], origin.args[KEY_POSITION[origin.op]], *args[at + 1 :])
-            name = self._names.of(_short(call.op))
+            name = sys.intern(f"j:{self._names.create_name(_short(call.op), None)}")
             node = Node(name, call.op, args, call.kwargs and _now(call.kwargs, table),
                         call.outputs, module=origin.module, source=origin.source)  # fmt: skip
             self.nodes.append(node)

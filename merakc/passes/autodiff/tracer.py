@@ -7,8 +7,6 @@ and values that come from nowhere.
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import sys
 from bisect import bisect_right
 from collections import Counter
@@ -18,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,25 +27,6 @@ from merakc.kernels.ops import makes_tensor
 
 # Arguments that say where results live: the runtime decides.
 PLACES = ("device", "layout", "pin_memory")
-
-
-class Names:
-    """The names of joint nodes, by what their ops are called: those that `make_fx` would give, in a
-    tenth of its time. Of each op the first has no number, unless it is a word of Python's, or ends
-    in a number itself.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def of(self, op: str) -> str:
-        """The next one of an op."""
-        count = self._counts.get(op)
-        if count is None:
-            ends_in_number = op.rpartition("_")[2].isdigit()
-            count = int(keyword.iskeyword(op) or hasattr(builtins, op) or ends_in_number)
-        self._counts[op] = count + 1
-        return sys.intern(f"j:{op}_{count}" if count else f"j:{op}")
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,7 +46,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unclear = ""
         self._origins: list[Node] = []  # the nodes that ran, each with
         self._firsts: list[int] = []  # the number of the first that autograd has made in it
-        self._names = Names()
+        self._names = fx.Graph()._graph_namespace
         # With the tensors themselves: one that was gone might leave its id to another.
         self._refs = {id(x): (ref, x) for ref, x in given.items()}
         # How many tensors are seen in each memory, of which one alone may be written to.
@@ -130,7 +110,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.unclear = f"{func} writes"
         if not any(isinstance(o, torch.Tensor) for o in outs):
             return out  # a device or a size, or a constant's number
-        name = self._names.of(traits.short)
+        name = sys.intern(f"j:{self._names.create_name(traits.short, None)}")
         own = tuple([self._value(a) for a in args])
         named = tuple([(k, self._value(v)) for k, v in kwargs.items() if k not in PLACES])
         specs = tuple(

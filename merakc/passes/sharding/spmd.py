@@ -52,7 +52,7 @@ def spmd_partition(graph: Graph, sharding: Sharding, lane: int) -> Graph:
             return part
         within = carried(graph, sharding, part)
         local = _along(part, within, lane % sharding.tp, "tp", mark="tp.")
-        local.verify()  # that no two nodes have one name, of all things
+        local.verify()  # no two nodes have one name, whatever both passes have made
         return local
     return _along(graph, sharding, lane, "tp")
 
