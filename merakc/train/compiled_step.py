@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from merakc.errors import PlanError
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.ir.batches import BatchLayout, Rows
-from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
+from merakc.ir.graph import Input, InputKind, OutputKind, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.ir.same import Same
 from merakc.lowering.lowered import Lowered
@@ -20,7 +21,9 @@ from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.batches.states import Kind
 from merakc.passes.programs.collectives import trained
+from merakc.passes.sharding.key_draws import has_draws
 from merakc.runtime.executor import Executor
+from merakc.runtime.state import Placement
 from merakc.train.besides import Besides
 from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import Facts, facts
@@ -103,6 +106,12 @@ class CompiledStep:
     def doubtful(self) -> Uses:
         """The parameters that a batch may leave unused."""
         return doubtful(self.lowered.loss.graph, self.lowered.loss.head)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, on any rank."""
+        loss = self.lowered.loss
+        return has_draws(loss.graph) or (loss.head is not None and has_draws(loss.head.graph))
 
     @cached_property
     def runs_modules(self) -> bool:
@@ -247,6 +256,24 @@ class CompiledStep:
             trained = refs[name] in grads and dtype.is_floating_point
             forms[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
         return forms
+
+
+def check_held(lowered: Lowered, placements: Mapping[str, Placement]) -> None:
+    """Raises `PlanError` where a step wants parameters elsewhere than they are."""
+    parts, sharding = lowered.plan.mesh.weight_ranks, lowered.stages.sharding
+    rank_of = lowered.plan.rank_of
+    for stage, graph in enumerate(lowered.stages.graphs):
+        for item in graph.inputs:
+            if item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+                continue
+            place, layout = placements[item.target], sharding.weight_layout(Ref(item.name))
+            same = place.layout.local_shape(parts, 0) == layout.local_shape(parts, 0)
+            if rank_of[stage] not in place.ranks or not same:
+                raise PlanError(
+                    f"with this batch or mode stage {stage} reads {item.kind} "
+                    f"'{item.target}' as {layout}; by the plan stages {list(place.stages)} "
+                    f"hold it as {place.layout}; plan in this mode, with this batch"
+                )
 
 
 # What a step asks of its graphs, once.

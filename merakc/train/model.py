@@ -228,19 +228,24 @@ class ParallelModel(Forwards):
                 found = self._results(step, args, kwargs)
                 learns = any(p.requires_grad for p in self.parameters())
                 return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
-            return Pending(steps, step, args, kwargs, train=partial(self._run, train=True)).answer(
-                {}
-            )
-        taken = self._run(step, args, kwargs, train=train)
-        pending, loss = Pending(steps, step, args, kwargs, taken), taken[0]
+            run = partial(self._run, train=True)
+            return Pending(steps, step, args, kwargs, steps.draw(step), train=run).answer({})
+        taken = self._run(step, args, kwargs, number := steps.draw(step), train=train)
+        pending, loss = Pending(steps, step, args, kwargs, number, taken), taken[0]
         if not train and any(p.requires_grad for p in self.parameters()):
             loss = of_evaluation(loss)
         return pending.answer({loss_name(step.recording): loss})
 
     def _run(
-        self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
+        self,
+        step: CompiledStep,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        number: int,
+        *,
+        train: bool,
     ) -> Taken:
-        """One step, or its forward alone."""
+        """One step, or its forward alone, which draws by this number."""
         steps, handed = self._own("_steps"), list[torch.Tensor | None]()
         if step.executor.state is not steps.state:
             raise ConfigError(
@@ -254,7 +259,7 @@ class ParallelModel(Forwards):
         with ExitStack() as around:
             for each in (book and book.step(), updates and updates.step(step.doubtful)):
                 around.enter_context(each or nullcontext())
-            result = steps.run(step, args, kwargs)
+            result = steps.run(step, args, kwargs, number)
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
         loss, finite = steps.share_loss(step, result)
@@ -263,7 +268,7 @@ class ParallelModel(Forwards):
             book.write(result)
         if train:
             if not steps.loss_scale.goes_on(finite=finite):
-                raise_nonfinite(steps, step, loss, args, kwargs)
+                raise_nonfinite(steps, step, loss, args, kwargs, number)
             steps.taken += 1
             found = result.gradients if finite else {}
             loss, handed = self._with_gradients(loss, found, skipped=not finite)
@@ -301,7 +306,7 @@ class ParallelModel(Forwards):
         train = self.training and torch.is_grad_enabled()
         args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train))
-        return find_nonfinite(steps, step, args, kwargs)
+        return find_nonfinite(steps, step, args, kwargs, steps.drawn)
 
     # ------------------------------------------------------------------ gradients and state
 

@@ -37,13 +37,13 @@ Place = tuple[int, ...]
 
 @torch.no_grad()
 def find_nonfinite(
-    steps: Steps, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    steps: Steps, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any], number: int
 ) -> str | None:
     """The first module, in the order of the forward and then of the backward, of which this rank's
     batch or another's makes something that is not finite: the same on every rank; None where all
     is finite. Collective. Nothing that the ranks hold is changed.
 
-    The step's numbers are those of the step that is the next to be taken.
+    The step draws by this number.
     """
     seen = _Seen()
     step = steps.with_graphs(step, args, kwargs)
@@ -59,7 +59,7 @@ def find_nonfinite(
     )  # fmt: skip
     looked.seen = seen
     kept = {name: steps.state[name].clone() for name in step.written}
-    result = steps.run(replace(step, executor=looked, besides=Nothing()), args, kwargs)
+    result = steps.run(replace(step, executor=looked, besides=Nothing()), args, kwargs, number)
     for name, value in kept.items():
         steps.state[name].copy_(value)
     bad = [name for name, g in result.gradients.items() if not g.isfinite().all()]
@@ -79,9 +79,10 @@ def raise_nonfinite(
     loss: torch.Tensor,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    number: int,
 ) -> NoReturn:
     """Raises `NonfiniteError`, the same on every rank, for the step that has run; collective."""
-    found = find_nonfinite(steps, step, args, kwargs)
+    found = find_nonfinite(steps, step, args, kwargs, number)
     steps.taken += 1
     what = f"the loss is {loss.item()}" if not loss.isfinite() else "gradients are not finite"
     first = f"the first that is not finite is of {found}" if found else "a second run is finite"

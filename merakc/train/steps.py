@@ -17,12 +17,11 @@ from torch import nn
 
 from merakc.batches.objects import check_objects
 from merakc.batches.split import TensorSpecs, signature, tensor_specs
-from merakc.errors import PlanError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, Rows, ShareKind
-from merakc.ir.graph import InputKind, Ref
+from merakc.ir.graph import InputKind
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import StageGraphs
 from merakc.ir.same import Same
@@ -51,7 +50,7 @@ from merakc.train.alike import check_alike
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
-from merakc.train.compiled_step import CompiledStep, Form
+from merakc.train.compiled_step import CompiledStep, Form, check_held
 from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
 from merakc.train.outputs import names_of, told_name
@@ -89,6 +88,7 @@ class Steps:
     same: Same = field(default_factory=Same)  # what steps keep alike
     specs: TensorSpecs = field(default_factory=list)  # of the batch that it is planned for
     taken: int = 0  # training steps so far
+    drawn: int = 0  # calls so far that have drawn random numbers: each draws others
     written: set[str] = field(default_factory=set)  # buffers that some rank's forwards write
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
@@ -264,26 +264,9 @@ class Steps:
         lowered = adapt_plan(planned, recording, results=results, kept=kept)
         if train and not (results or kept):
             lowered = with_parts(lowered, recorded, layout.own)
-        self._check_held(lowered)
+        check_held(lowered, self.placements)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             return recording, lowered, lowered.rank_graphs(self.groups.rank, train=train)
-
-    def _check_held(self, lowered: Lowered) -> None:
-        """Refuses a recording that wants parameters elsewhere than they are."""
-        parts, sharding = lowered.plan.mesh.weight_ranks, lowered.stages.sharding
-        rank_of = lowered.plan.rank_of
-        for stage, graph in enumerate(lowered.stages.graphs):
-            for item in graph.inputs:
-                if item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
-                    continue
-                place, layout = self.placements[item.target], sharding.weight_layout(Ref(item.name))
-                same = place.layout.local_shape(parts, 0) == layout.local_shape(parts, 0)
-                if rank_of[stage] not in place.ranks or not same:
-                    raise PlanError(
-                        f"with this batch or mode stage {stage} reads {item.kind} "
-                        f"'{item.target}' as {layout}; by the plan stages {list(place.stages)} "
-                        f"hold it as {place.layout}; plan in this mode, with this batch"
-                    )
 
     def close(self) -> None:
         """Forgets steps and process groups; nothing runs any more."""
@@ -298,8 +281,15 @@ class Steps:
             if group is not None:
                 bind_axis(axis, group)
 
-    def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
-        """One step of this rank."""
+    def draw(self, step: CompiledStep) -> int:
+        """The number by which a call that runs this step draws. No other call has it."""
+        number, self.drawn = self.drawn, self.drawn + step.draws
+        return number
+
+    def run(
+        self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any], number: int
+    ) -> StepResult:
+        """One step of this rank, which draws by this number."""
         self.bind()
         batches = self.batches(step, args, kwargs)
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
@@ -310,7 +300,7 @@ class Steps:
         self.agreement.beside = step.beside(batches[0])
         self.agreement.forward = step.mark if self.alike else ""
         self._share_buffers()
-        inputs, known = self.brought(step, batches)
+        inputs, known = self.brought(step, batches, number)
         made = step.besides.before(batches, args, kwargs)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
@@ -374,15 +364,15 @@ class Steps:
         self.stale.clear()
 
     def brought(
-        self, step: CompiledStep, batches: Sequence[Tensors]
+        self, step: CompiledStep, batches: Sequence[Tensors], number: int = 0
     ) -> tuple[list[Tensors], Tensors]:
         """What a step reads: of each micro-batch, by input name, and of the whole batch.
 
         Beside the batch's tensors that is what is known of the whole batch before the step, and
-        the keys of random numbers.
+        the keys of random numbers, which the `number` of the call makes.
         """
         known = step.knowledge.run(batches) if step.knowledge is not None else {}
-        found, seed = list[Tensors](), torch.tensor(step_seed(self.seed, self.taken))
+        found, seed = list[Tensors](), torch.tensor(step_seed(self.seed, number))
         for k, batch in enumerate(batches):
             own = step.knowledge.of_part(known, k) if step.knowledge is not None else {}
             numbers = {"seed": seed, "first_sample": torch.tensor(step.layout.first(k))}

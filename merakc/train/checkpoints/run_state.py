@@ -276,6 +276,7 @@ def parallel_state(model: nn.Module) -> dict[str, Any]:
     scale = steps.loss_scale
     return {
         "step": steps.taken,
+        "drawn": steps.drawn,
         "seed": steps.seed,
         "loss_scale": None if scale is None else {
             "scale": scale.scale, "good_steps": scale.good_steps, "skipped": scale.skipped,
@@ -289,6 +290,7 @@ def resume(model: nn.Module, saved: Mapping[str, Any]) -> int:
     if isinstance(model, ParallelModel) and saved:
         steps = model._own("_steps")
         steps.taken, steps.seed = step, saved.get("seed", steps.seed)
+        steps.drawn = saved.get("drawn", step)  # one for each step, in older checkpoints
         steps.stale.clear()
         steps.agreement.parted = ""
         scale = saved.get("loss_scale")

@@ -119,7 +119,7 @@ class Forwards(Mirror):
     @torch.no_grad()
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
-        result = steps.run(step, args, kwargs)
+        result = steps.run(step, args, kwargs, steps.draw(step))
         found = share_results(steps, step, result)
         if step.has_loss:
             loss, _ = steps.share_loss(step, result)

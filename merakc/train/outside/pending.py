@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 # What a training step gives: the loss, which hands gradients out, what it has left on this rank,
 # and the gradients until they are handed out.
 Taken = tuple[torch.Tensor, StepResult, list[torch.Tensor | None]]
-Train = Callable[[CompiledStep, Sequence[Any], Mapping[str, Any]], Taken]
+Train = Callable[[CompiledStep, Sequence[Any], Mapping[str, Any], int], Taken]
 # What reads the values of a tensor, and gives something that is no tensor.
 _READS = frozenset({
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__complex__",
@@ -63,7 +63,7 @@ class Pending:
     """The outputs of a call of the model with a batch.
 
     `step` is the compiled step that has `taken` it; where there is none, the loss is made outside,
-    `train` takes the step for it, and `step` gives the outputs alone.
+    `train` takes the step for it, and `step` gives the outputs alone. Both draw by `number`.
     """
 
     def __init__(
@@ -72,13 +72,14 @@ class Pending:
         step: CompiledStep,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        number: int,
         taken: Taken | None = None,
         train: Train | None = None,
     ) -> None:
         self.steps, self.step, self.args, self.kwargs = steps, step, tuple(args), dict(kwargs)
         self.train, self.gradients, self.grad = train, taken and taken[2], torch.is_grad_enabled()
         self.trains = train is not None or bool(self.gradients)
-        self.number = steps.taken - bool(self.gradients)  # of the step
+        self.number = number  # by which it draws
         forms = step.whole_output_forms if steps.whole else step.output_forms
         self.names = list(forms)
         grad = self.trains and any(p.requires_grad for p in steps.agreement.parameters())
@@ -237,11 +238,7 @@ class Pending:
             with torch.set_grad_enabled(self.grad):  # which the forward may ask for
                 step = steps.compile(self.args, self.kwargs, form)
         self.written = {name: steps.state[name].clone() for name in step.written}
-        taken, steps.taken = steps.taken, self.number
-        try:
-            return step, steps.run(step, self.args, self.kwargs)
-        finally:
-            steps.taken = taken
+        return step, steps.run(step, self.args, self.kwargs, self.number)
 
     def _call(self, name: str) -> AbstractContextManager[None]:
         return model_call(self.steps, name, self.args, self.kwargs, training=any(self.before[2]))
@@ -275,11 +272,6 @@ class Pending:
                 f"backward() of a tensor of shape {list(form.shape)} that "
                 f"{'requires' if form.requires_grad else 'does not require'} a gradient; it takes "
                 "one number that the model's parameters have made"
-            )
-        if self.again is not None and steps.taken != self.number:
-            raise ConfigError(
-                "outputs of the model were read, another step was taken, and then this loss's "
-                "backward() is called; take the steps in the order of the calls"
             )
         if len(self.step.layout.sizes) > 1 and not steps.whole:
             raise ConfigError(
@@ -320,7 +312,7 @@ class Pending:
         with self._call(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
             step, kwargs = self._compiled(form, kwargs, extras)
             if self.again is None:
-                taken = self.train(step, self.args, kwargs)
+                taken = self.train(step, self.args, kwargs, self.number)
             else:
                 taken = self._train_again(self.train, step, kwargs)
         loss, result, self.gradients = taken
@@ -335,7 +327,7 @@ class Pending:
         for name, value in self.written.items():
             state[name].copy_(value)
         try:
-            return train(step.but(besides=Nothing()), self.args, kwargs)
+            return train(step.but(besides=Nothing()), self.args, kwargs, self.number)
         finally:
             for name, value in now.items():
                 state[name].copy_(value)
