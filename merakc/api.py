@@ -76,6 +76,7 @@ def auto_parallel(
     *,
     batch_size: int | None = None,
     loss: LossFunction | None = None,
+    whole_batches: bool = False,
     weights: str | Path | None = None,
     plan: GivenPlan | None = None,
     dp: int | None = None,
@@ -111,6 +112,8 @@ def auto_parallel(
             each dp rank's are as many as the example's.
         loss: `fn(outputs, batch)`, where the model returns none: the loss of what it returns, and
             of the batch as it is called with; of that, the model is given what its forward takes.
+        whole_batches: whether `batch` is, and calls take, the whole job's, the same on every rank,
+            as in one process; losses that are made outside then train at any dp.
         weights: a folder of safetensors files, as from `save_pretrained` or `merakc.save`, or one
             file: each rank reads its parts, in place of the model's own weights.
         plan: a plan, or its file, in place of a search; what that measured stands. Rank 0's counts.
@@ -152,7 +155,9 @@ def auto_parallel(
     again = partial(_made_again, {**asked, "batch": _kept(batch)}) if made[1] else None
     base = AdaptedModel if is_adapted(model) else ParallelModel
     kind: type[ParallelModel] = users_type(base, type(model))  # type: ignore[arg-type]
-    return kind(*made, again=again)
+    parallel = kind(*made, again=again)
+    parallel.read_whole_batches(whole_batches)
+    return parallel
 
 
 def _made(asked: Mapping[str, Any], open_weights: Callable[[], Weights | None]) -> Made:
@@ -227,7 +232,7 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
     model, loss = asked["model"], asked["loss"]
     forward = model if loss is None else WithLoss(model, loss)
     given = asked["plan"], asked["cluster"], device, agreed
-    return _decide(forward, asked["batch"], request, *given)
+    return _decide(forward, asked["batch"], request, *given, whole=asked["whole_batches"])
 
 
 @dataclass(frozen=True)
@@ -254,18 +259,21 @@ def _decide(
     cluster: Cluster | None,
     device: torch.device,
     agreed: str,
+    *,
+    whole: bool,
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan. All have `agreed` in common."""
-    asked = from_rank_0(lambda: requested(fixed, plan, batch))
+    asked = from_rank_0(lambda: requested(fixed, plan, batch, whole=whole))
     several = asked.likely_dp > 1 and len(asked.readings) > 1
     joined = several and may_be_joined(batch, asked.readings[0].batch_dims)
     forward = Readings(model, batch, asked, device, joined)
     if any(together(forward.needs_values)):
         forward.use(from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)]))
+    agreed += f", whole_batches={whole}"
     agree(lambda: _facts(model, with_loss(forward.first), fixed, agreed))
     outside = not isinstance(model, WithLoss) and forward.first.is_beside
     again = forward.first.checkpoints
-    request = for_forward(forward.request, asked.plan, again, outside=outside)
+    request = for_forward(forward.request, asked.plan, again, outside=outside and not whole)
     shared = not cluster and device.type == "cpu"
     fit = Fit(request, forward.of_samples, machines_for(cluster, device), shared)
     file, chosen = _plan(asked.file, fit)

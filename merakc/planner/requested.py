@@ -60,8 +60,10 @@ class Requested:
         return self.plan.dp if self.plan else max(m.dp for m in meshes(self.readings[0]))
 
 
-def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
-    """Checks what users ask for.
+def requested(
+    fixed: Request, plan: GivenPlan | None, batch: Any, *, whole: bool = False
+) -> Requested:
+    """Checks what users ask for; the batch is a dp rank's, or the `whole` job's.
 
     Everything that can be refused before the model is looked at is refused here.
     """
@@ -79,15 +81,16 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
         _check_plan(fixed, given)
         size = batch_size_of(args, kwargs, given.batch_dims)
         request = replace(
-            fixed, batch_size=size, precision=given.precision, couplings=given.couplings,
-            batch_dims=given.batch_dims,
+            fixed, batch_size=size, total_batch_size=size if whole else fixed.total_batch_size,
+            precision=given.precision, couplings=given.couplings, batch_dims=given.batch_dims,
         )  # fmt: skip
         return Requested(file, [request], specs)
     readings: list[Request] = []
     refusal: ConfigError | None = None
     for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
         size = batch_size_of(args, kwargs, dims)
-        request = replace(fixed, batch_size=size, batch_dims=dims)
+        total = size if whole else fixed.total_batch_size
+        request = replace(fixed, batch_size=size, batch_dims=dims, total_batch_size=total)
         try:
             first_parts(request, None)
         except ConfigError as error:
@@ -215,7 +218,7 @@ def _without_dp(request: Request, given: Plan | None) -> Request:
         raise ConfigError(
             f"the forward returns no loss for this batch, and dp={dp}: a loss that is made of the "
             "outputs outside, in Python, would know one data-parallel rank's samples only; give "
-            "auto_parallel loss=fn, fn(outputs, batch), give the batch its labels, or train with "
-            "dp=1"
+            "auto_parallel loss=fn, fn(outputs, batch), or the batch its labels; give every rank "
+            "the whole job's batch (whole_batches=True); or train with dp=1"
         )
     return replace(request, dp=1)

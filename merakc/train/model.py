@@ -28,8 +28,9 @@ from merakc.train.data.lent import Lent
 from merakc.train.expectations.bookkeeping import Bookkeeper
 from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
-from merakc.train.outputs import HandOut, check_finite, loss_name
+from merakc.train.outputs import HandOut, check_finite, loss_name, names_of
 from merakc.train.outside.caches import cache_in
+from merakc.train.outside.called import Called
 from merakc.train.outside.deferred import of_evaluation, values_in
 from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
@@ -221,17 +222,20 @@ class ParallelModel(Forwards):
         train = self.training and torch.is_grad_enabled()
         if not train and cache_in(kwargs) is not None:
             return self._predicted(args, kwargs)
-        args, kwargs = self._given(args, kwargs)
+        given, (args, kwargs) = (args, kwargs), self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
         if not step.has_loss:
             if not train:
                 found = self._results(step, args, kwargs)
                 learns = any(p.requires_grad for p in self.parameters())
                 return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
-            run = partial(self._run, train=True)
-            return Pending(steps, step, args, kwargs, steps.draw(step), train=run).answer({})
-        taken = self._run(step, args, kwargs, number := steps.draw(step), train=train)
-        pending, loss = Pending(steps, step, args, kwargs, number, taken), taken[0]
+            call = Called(steps, step, args, kwargs, given, steps.draw(step), trains=True)
+            return Pending(call, train=partial(self._run, train=True)).answer({})
+        number = steps.draw(step)
+        taken = self._run(step, args, kwargs, number, train=train)
+        kept = step.result_specs.keys() >= set(names_of(step.recording))
+        call = Called(steps, step, args, kwargs, given, number, trains=bool(taken[2]), kept=kept)
+        pending, loss = Pending(call, taken), taken[0]
         if not train and any(p.requires_grad for p in self.parameters()):
             loss = of_evaluation(loss)
         return pending.answer({loss_name(step.recording): loss})

@@ -43,6 +43,9 @@ class Source(Protocol):
     def value(self, place: int) -> torch.Tensor:
         """The value of the tensor at a place."""
 
+    def join(self, other: Source) -> bool:
+        """Whether both are one from here on: all tensors of both come of one of the two."""
+
 
 class Deferred(torch.Tensor):
     """A tensor at a `place` of what a `source` will have."""
@@ -58,12 +61,12 @@ class Deferred(torch.Tensor):
                 return func(*args, **kwargs)
         sources = {id(x.source): x.source for x in deferred_in((args, kwargs))}
         first, *others = sources.values()
-        if others:
+        if others and not (_trains((args, kwargs)) and all(first.join(x) for x in others)):
             args, kwargs = pytree.tree_map_only(
                 Deferred, lambda x: x.source.value(x.place), (args, kwargs)
             )
             return func(*args, **kwargs)
-        return first.apply(func, args, kwargs)
+        return deferred_in((args, kwargs))[0].source.apply(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -79,6 +82,11 @@ class Deferred(torch.Tensor):
 def deferred_in(tree: Any) -> list[Deferred]:
     """The deferred tensors among the arguments of a call."""
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Deferred)]
+
+
+def _trains(tree: Any) -> bool:
+    """Whether a gradient may go through what is made of these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in deferred_in(tree))
 
 
 def values_in(tree: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The outputs of one call of the model: read when somebody wants them, and what is made of them."""
+"""The outputs of calls of the model: read when somebody wants them, and what is made of them."""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -15,26 +15,23 @@ import torch.utils._pytree as pytree
 from merakc.batches.split import named_tensors, sample_rows
 from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.ir.batches import Rows
-from merakc.lowering.forwards import autocast_of
 from merakc.runtime.executor import StepResult
-from merakc.runtime.part import plain
-from merakc.runtime.state import crc_of
 from merakc.train.besides import Nothing
-from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
-from merakc.train.outputs import outputs_of, told_name
+from merakc.train.outputs import outputs_of
+from merakc.train.outside.called import Called
 from merakc.train.outside.deferred import (
     Deferred,
+    Source,
     deferred,
     deferred_in,
     meets_parameters,
     unreachable,
 )
+from merakc.train.outside.noted import EXTRA, PLAIN, Noted, Replay, forward
 from merakc.train.outside.results import share_results
-from merakc.train.outside.tape import EXTRA, PLAIN, Noted, Replay, Tape, ValuesWantedError
+from merakc.train.outside.tape import Tape, ValuesWantedError
 from merakc.train.outside.watching import REMEDY, writes
-from merakc.train.settings import marks
-from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
 # What a training step gives: the loss, which hands gradients out, what it has left on this rank,
@@ -54,67 +51,80 @@ _OTHERWISE = (
 )
 _UNSEEN = (
     "a gradient is wanted of something that was computed from an output of the model outside the "
-    f"step, which has not seen it; {REMEDY}; of several calls, call backward() of each one's loss, "
-    "or make them one; a loss that was read before more was added: read it after backward()"
+    f"step, which has not seen it; {REMEDY}; of calls that return losses, and whose other outputs "
+    "count too: leave the labels out, and compute all of the loss outside; of calls of several "
+    "models, or in other modes: call backward() of each one's loss; a loss that was read before "
+    "more was added: read it after backward()"
+)
+_DREW = (
+    "backward() of a loss of several calls of a model that draws random numbers, as dropout does, "
+    "and that writes buffers, or of which an output was read before: the step would draw others; "
+    "read outputs after loss.backward(), or make the calls one, of all their samples"
 )
 
 
 class Pending:
-    """The outputs of a call of the model with a batch.
+    """The outputs of a call of the model with a batch, or of several whose losses are one.
 
-    `step` is the compiled step that has `taken` it; where there is none, the loss is made outside,
-    `train` takes the step for it, and `step` gives the outputs alone. Both draw by `number`.
+    A step has `taken` the call; where there is none, the loss is made outside, and `train` takes
+    the step for it.
     """
 
     def __init__(
-        self,
-        steps: Steps,
-        step: CompiledStep,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        number: int,
-        taken: Taken | None = None,
-        train: Train | None = None,
+        self, call: Called, taken: Taken | None = None, train: Train | None = None
     ) -> None:
-        self.steps, self.step, self.args, self.kwargs = steps, step, tuple(args), dict(kwargs)
-        self.train, self.gradients, self.grad = train, taken and taken[2], torch.is_grad_enabled()
-        self.trains = train is not None or bool(self.gradients)
-        self.number = number  # by which it draws
-        forms = step.whole_output_forms if steps.whole else step.output_forms
-        self.names = list(forms)
-        grad = self.trains and any(p.requires_grad for p in steps.agreement.parameters())
-        self.tape = Tape([x if grad else x.detach() for x in forms.values()], steps.device)
+        self.call, self.calls, self.steps = call, {0: call}, call.steps
+        self.train, self.gradients = train, taken and taken[2]
+        steps, forms = call.steps, call.forms.values()
+        grad = call.trains and any(p.requires_grad for p in steps.agreement.parameters())
+        self.tape = Tape([x if grad else x.detach() for x in forms], steps.device)
         self.known: dict[int, torch.Tensor] = {}
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
-        self.again: tuple[CompiledStep, StepResult] | None = None
         if taken is not None:
-            self._has(step, taken[1], {n: p for p, n in enumerate(self.names)})
-        self.before = self._around(steps.settings.seen)
-        if taken is None and step.has_effects:  # which come with the call
-            self.again = self._forward()
+            self._has(call.step, taken[1], {n: p for p, n in enumerate(call.names)})
+        elif call.step.has_effects:  # which come with the call
+            call.run_again()
 
     def _has(self, step: CompiledStep, result: StepResult, places: Mapping[str, int]) -> None:
         """Notes what a step has kept, of outputs that stand at these places."""
         self.there |= {places[n]: (step, result, n) for n in step.result_specs if n in places}
 
-    def _around(self, settings: Any = None) -> tuple[Any, ...]:
-        """What another forward goes by: versions, and of an evaluation, whose outputs may be read
-        after `p.data.copy_(average)`, the weights; `settings` where they were looked at.
+    def _output_at(self, place: int) -> tuple[Called, str] | None:
+        """The call that has an output at this place, and the output's name in it."""
+        for first, call in self.calls.items():
+            if first <= place < first + len(call.names):
+                return call, call.names[place - first]
+        return None
+
+    @property
+    def _draws(self) -> bool:
+        """Whether a step of several calls draws: other numbers than each by itself."""
+        return len(self.calls) > 1 and any(c.step.draws for c in self.calls.values())
+
+    def join(self, other: Source) -> bool:
+        """Takes over another's calls, so that one step is taken for the losses of both; False
+        where either's step is taken, or cannot be the same.
         """
-        steps = self.steps
-        held = [t for name, t in steps.state.items() if name not in self.step.written]
-        given = pytree.tree_leaves((self.args, self.kwargs))
-        versions = [marks(x) for x in given if isinstance(x, torch.Tensor)]
-        unread = held if len(self.there) < len(self.names) else []
-        weights = [t._version for t in held] if self.trains else [crc_of(plain(t)) for t in unread]
-        seen = steps.settings.changed() if settings is None else settings
-        return (weights, versions), autocast_of(steps.device), steps.settings.modes(), seen
+        if not isinstance(other, Pending) or other.steps is not self.steps or (
+            self.train is None or other.train is None or not self.call.is_like(other.call)
+        ):  # fmt: skip
+            return False
+        if other.call.turn < self.call.turn:
+            return other.join(self)
+        first = self.tape.join(other.tape, other.call.given, other.call.autocast)
+        self.calls |= {first + place: call for place, call in other.calls.items()}
+        self.known |= {first + place: value for place, value in other.known.items()}
+        for place, shown in other.tape.shown.items():
+            shown.source, shown.place = self, first + place
+            self.tape.shown[shown.place] = shown
+        other.train = None
+        return True
 
     def answer(self, found: Mapping[str, torch.Tensor]) -> Any:
         """What the call returns: the tensors that are there, and others that are not yet."""
-        places = {name: place for place, name in enumerate(self.names)}
+        places = {name: place for place, name in enumerate(self.call.names)}
         self.known |= {places[name]: value for name, value in found.items()}
-        return outputs_of(self.step.recording, found, lambda name: self._show(places[name]))
+        return outputs_of(self.call.step.recording, found, lambda name: self._show(places[name]))
 
     def _show(self, place: int) -> Deferred:
         made = deferred(self, place, self.tape.forms[place], self.steps.device, _UNSEEN)
@@ -175,12 +185,14 @@ class Pending:
         noted = self.tape.makers.get(place)
         if place in self.there:
             step, result, name = self.there[place]
-            with self._call("an output of the model is read"):
-                return self._shared(step, result, name)
-        if noted is None:
-            return self._output(place)
-        marked = self.train is not None and _mark(self.tape.behind([place]), place)
-        if marked in self.steps.roots:  # the loss that a step before was taken for
+            with self.call.within("an output of the model is read"):
+                return share_results(self.steps, step, result, {name})[name]
+        if (output := self._output_at(place)) is not None:
+            return self._output(*output)
+        assert noted is not None
+        behind = self.tape.behind([place])
+        is_marked = _mark(behind, place) in self.steps.roots  # a step before was taken for it
+        if self.train is not None and (is_marked or self._is_drawn_loss(place, behind)):
             self._take(place)
             return self.known[place]
         self.tape.check_unchanged([noted])
@@ -188,60 +200,15 @@ class Pending:
         made: list[torch.Tensor] = noted.run(self.value, extras, kind)
         return made[place - noted.first]
 
-    def _output(self, place: int) -> torch.Tensor:
+    def _output(self, call: Called, name: str) -> torch.Tensor:
         """The value of an output of the model that the step does not have, by another forward."""
-        steps, name = self.steps, self.names[place]
-        told, called = self._told(place), self._call("an output of the model is read")
-        with self._as_then(), called, torch.no_grad():
-            if self.again is None:
-                self._check_same(told)
-                self.again = self._forward()
-            if self.train is None:
-                steps.wanted |= {told}
-            return self._shared(*self.again, name)
-
-    def _shared(self, step: CompiledStep, result: StepResult, name: str) -> torch.Tensor:
-        return share_results(self.steps, step, result, {name})[name]
-
-    @contextmanager
-    def _as_then(self) -> Iterator[None]:
-        """In the modes, and under the autocast, of the call."""
-        steps, (_, (dtype, enabled), modes, _) = self.steps, self.before
-        now = steps.settings.modes()
-        steps.settings.set_modes(modes)
-        try:
-            with torch.autocast(steps.device.type, dtype, enabled):
-                yield
-        finally:
-            steps.settings.set_modes(now)
-
-    def _told(self, place: int) -> str:
-        return told_name(self.step.recording, self.names[place])
-
-    def _check_same(self, name: str) -> None:
-        """Raises `ConfigError` where another forward would not give what the step's has given."""
-        handed = self.trains and not self.gradients and self.train is None
-        changed = self.train is None and self.step.has_effects
-        if handed or changed or self._around() != self.before:
-            raise ConfigError(
-                f"output '{name}' is read, and this step has not kept it: after loss.backward(), "
-                "with other weights, or where the forward writes buffers, another forward would "
-                "not give what the step's has given; call "
-                f"model.keep_outputs({name!r}) before the first step, and steps keep it"
-            )
-
-    def _forward(self) -> tuple[CompiledStep, StepResult]:
-        """The forward of the step, run by itself."""
-        steps, step = self.steps, self.step
-        if step.has_loss:
-            form = Form(train=False, results=True, mark="again", module=steps.forward)
-            with torch.set_grad_enabled(self.grad):  # which the forward may ask for
-                step = steps.compile(self.args, self.kwargs, form)
-        self.written = {name: steps.state[name].clone() for name in step.written}
-        return step, steps.run(step, self.args, self.kwargs, self.number)
-
-    def _call(self, name: str) -> AbstractContextManager[None]:
-        return model_call(self.steps, name, self.args, self.kwargs, training=any(self.before[2]))
+        taken = self.train is None
+        handed = call.trains and not self.gradients and taken
+        gone = handed or (taken and (call.step.has_effects or self._draws))
+        value = call.output(name, gone=gone)
+        if taken:
+            self.steps.wanted |= {call.told(name)}
+        return value
 
     # ------------------------------------------------------------------ a loss outside
 
@@ -273,14 +240,14 @@ class Pending:
                 f"{'requires' if form.requires_grad else 'does not require'} a gradient; it takes "
                 "one number that the model's parameters have made"
             )
-        if len(self.step.layout.sizes) > 1 and not steps.whole:
+        if len(self.call.step.layout.sizes) > 1 and not steps.whole:
             raise ConfigError(
                 "loss.backward() of a loss that is made outside the model, with dp="
-                f"{len(self.step.layout.sizes)}: numbers of Python in it are those of one "
+                f"{len(self.call.step.layout.sizes)}: numbers of Python in it are those of one "
                 "data-parallel rank's samples; give every rank the whole batch "
                 f"(model.read_whole_batches()), or {REMEDY}"
             )
-        if self._around() != self.before:
+        if any(call.around() != call.before for call in self.calls.values()):
             raise ConfigError(
                 "the batch, the model's weights or modes were changed between the call of the "
                 f"model and loss.backward(), with which the step is taken; {REMEDY}"
@@ -288,31 +255,44 @@ class Pending:
         behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
         alive = [p for p in self.tape.shown if p != root and (
             (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
-            or (p < len(self.names) and self._told(p) in steps.wanted))]  # fmt: skip
+            or self._is_wanted(p))]  # fmt: skip
         try:
             self._take_for(root, sorted(alive))
         except (RecordError, PlanError):  # they are made of the outputs, then, when they are read
             first = {p for noted in self.tape.behind(alive) for p in noted.reads()}
-            self._take_for(root, sorted(p for p in {*alive, *first} if p < len(self.names)))
+            self._take_for(root, sorted(p for p in {*alive, *first} if self._output_at(p)))
         steps.roots.add(_mark(self.tape.behind([root]), root))
+
+    def _is_drawn_loss(self, place: int, behind: Sequence[Noted]) -> bool:
+        """Whether a value is one number to train on, of calls that draw for it together."""
+        form, outputs = self.tape.forms[place], {p for noted in behind for p in noted.reads()}
+        calls = {id(found[0]) for p in outputs if (found := self._output_at(p)) is not None}
+        return self._draws and len(calls) > 1 and form.numel() == 1 and form.requires_grad
+
+    def _is_wanted(self, place: int) -> bool:
+        """Whether an output of the model at this place is to be kept."""
+        output = self._output_at(place)
+        return output is not None and output[0].told(output[1]) in self.steps.wanted
 
     def _take_for(self, root: int, results: Sequence[int]) -> None:
         """Takes it, and keeps these results."""
         assert self.train is not None
         calls = self.tape.behind([root, *results])
+        # The model's in the order in which they were made: it may write buffers.
+        calls.sort(key=lambda c: self.calls[c.first].turn if c.func is forward else math.inf)
         self.tape.check_unchanged(calls)
         mark = _mark(calls, root, *results)
         extras = {k: self.tape.extras[k] for c in calls for k in c.extras()}
-        kwargs = {**self.kwargs, EXTRA: extras}
+        kwargs = {**self.call.kwargs, EXTRA: extras}
         module = Replay(self.steps.source, calls, root, results)
         form = Form(train=True, kept=None, mark=mark, module=module)
         words = [(c.name, c.key[1:], c.first) for c in calls], root, *results
         told = f"loss.backward() (mark {zlib.crc32(repr(words).encode()):x})"
-        (dtype, enabled), kind = self.before[1], self.steps.device.type
-        with self._call(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+        (dtype, enabled), kind = self.call.autocast, self.steps.device.type
+        with self.call.within(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
             step, kwargs = self._compiled(form, kwargs, extras)
-            if self.again is None:
-                taken = self.train(step, self.args, kwargs, self.number)
+            if all(call.again is None for call in self.calls.values()):
+                taken = self.train(step, self.call.args, kwargs, self.call.number)
             else:
                 taken = self._train_again(self.train, step, kwargs)
         loss, result, self.gradients = taken
@@ -321,13 +301,17 @@ class Pending:
         self._has(step, result, {shown.outputs[str(p)]: p for p in results})
 
     def _train_again(self, train: Train, step: CompiledStep, kwargs: Mapping[str, Any]) -> Taken:
-        """The training step, behind its forward: what that has changed stays as it is."""
-        state = self.steps.state
-        now = {name: state[name].clone() for name in self.written}
-        for name, value in self.written.items():
+        """The training step, behind its forwards: what these have changed stays as it is."""
+        if self._draws:
+            raise ConfigError(_DREW)
+        state, written = self.steps.state, Tensors()
+        for call in sorted(self.calls.values(), key=lambda c: c.turn, reverse=True):
+            written |= call.written
+        now = {name: state[name].clone() for name in written}
+        for name, value in written.items():
             state[name].copy_(value)
         try:
-            return train(step.but(besides=Nothing()), self.args, kwargs, self.number)
+            return train(step.but(besides=Nothing()), self.call.args, kwargs, self.call.number)
         finally:
             for name, value in now.items():
                 state[name].copy_(value)
@@ -341,12 +325,14 @@ class Pending:
         """
         steps = self.steps
         plan = steps.planned.plan
-        sampled = sample_rows(self.args, self.kwargs, plan.batch_dims)
-        own = {name: sampled.get(name) for name in named_tensors(self.args, self.kwargs)}
-        layout = self.step.layout
+        args = self.call.args
+        sampled = sample_rows(args, self.call.kwargs, plan.batch_dims)
+        own = {name: sampled.get(name) for name in named_tensors(args, self.call.kwargs)}
+        layout = self.call.step.layout
         samples = layout.total if steps.whole else layout.own
         if steps.whole:
-            steps.whole |= {f"of the whole batch, {EXTRA}.{k}": t for k, t in extras.items()}
+            named = {f"of the whole batch, {EXTRA}.{k}": t for k, t in extras.items()}
+            steps.whole = self.call.whole | named
         places = [
             [(f"{EXTRA}.{k}", rows) for rows in _places(t, samples)] for k, t in extras.items()
         ]
@@ -359,7 +345,7 @@ class Pending:
             parts = {k: self._own(t, dims[f"{EXTRA}.{k}"]) for k, t in extras.items()}
             given = {**kwargs, EXTRA: parts}
             try:
-                found = steps.compile(self.args, given, replace(form, dims=dims))
+                found = steps.compile(args, given, replace(form, dims=dims))
             except RecordError as error:
                 refused = refused or error
                 continue
@@ -373,7 +359,7 @@ class Pending:
 
     def _own(self, tensor: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """This dp rank's samples of a tensor that the loss reads."""
-        layout = self.step.layout
+        layout = self.call.step.layout
         if rows is None or not self.steps.whole:
             return tensor
         return rows.take(tensor, layout.first(0), layout.own)

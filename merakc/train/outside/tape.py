@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,11 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import ConfigError
 from merakc.frontend.calls.forms import new_fake_mode
-from merakc.frontend.source import REPEATS, user_line
-from merakc.frontend.values.outside import LossAndOutputs, WithLoss
-from merakc.frontend.values.structures import open_dataclasses
-from merakc.frontend.values.symbols import SYMBOLIC
+from merakc.frontend.source import user_line
 from merakc.train.outside.deferred import Deferred, deferred_in
+from merakc.train.outside.noted import PLAIN, Extra, Noted, Slot, forward, key_of
 from merakc.train.outside.watching import (
     REMEDY,
     OnACopy,
@@ -38,83 +37,14 @@ from merakc.train.outside.watching import (
 )
 from merakc.train.settings import marks
 
-# The keyword by which tensors of the user's that such calls read are given to the forward.
-EXTRA = "outside_tensors"
-# Arguments that are no tensors, and the same where they are written alike.
-PLAIN = (
-    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, slice, type(...), torch.Size,
-)  # fmt: skip
 _OF_VALUES = DataDependentOutputException, DynamicOutputShapeException
-
-
+# One of all, so that the calls on outputs of several calls of a model may be put together.
+_fake_mode = functools.cache(new_fake_mode)
 Made = Callable[[int], Deferred]
 
 
 class ValuesWantedError(Exception):
     """A call that cannot be noted: it wants the values of its arguments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Stands for a value at a place in the arguments of a noted call."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Stands for a tensor of the user's in the arguments of a noted call."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """A call, and the places that its results begin at, one for each tensor among their leaves."""
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    first: int
-    key: tuple[Hashable, ...]
-    grad: bool
-    autocast: tuple[torch.dtype, bool]
-    line: str  # of the user's
-
-    @property
-    def name(self) -> str:
-        """The function's."""
-        return named(self.func)
-
-    def reads(self) -> set[int]:
-        """The places that it reads."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return {x.place for x in leaves if isinstance(x, Slot)}
-
-    def extras(self) -> set[int]:
-        """The numbers of the tensors of the user's that it reads."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return {x.number for x in leaves if isinstance(x, Extra)}
-
-    def run(
-        self, values: Callable[[int], Any], extras: Mapping[int, Any], device: str
-    ) -> list[Any]:
-        """The tensors that it gives."""
-
-        def given(leaf: Any) -> Any:
-            if isinstance(leaf, Slot):
-                return values(leaf.place)
-            return extras[leaf.number] if isinstance(leaf, Extra) else leaf
-
-        args, kwargs = pytree.tree_map(given, (self.args, self.kwargs))
-        line, (dtype, enabled) = self.line, self.autocast  # noqa: F841  read by `user_line`
-        with torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, enabled):
-            out = self.func(*args, **kwargs)
-        return [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-
-
-REPEATS[id(Noted.run.__code__)] = Noted.run.__code__
 
 
 @dataclass(eq=False)
@@ -134,6 +64,42 @@ class Tape:
     copied: bool = False  # whether the last call has copied a tensor as it is
     shown: WeakValueDictionary[int, Deferred] = field(default_factory=WeakValueDictionary)
 
+    def __post_init__(self) -> None:
+        """Counts the outputs."""
+        self.outputs = len(self.forms)
+
+    def join(self, other: Tape, given: tuple[Any, Any], autocast: tuple[torch.dtype, bool]) -> int:
+        """Adds another call of the model with what it was `given`, and the calls on its outputs.
+        Returns the place of the first of these.
+        """
+        self._open()
+        other._open()
+        first = len(self.forms)
+
+        def extra(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return Extra(self._number(leaf, marks(leaf)))
+            return _plain(leaf, forward)
+
+        args, kwargs = pytree.tree_map(extra, given)
+        key = key_of(forward, args, kwargs, True, autocast)
+        called = Noted(forward, args, kwargs, first, key, True, autocast, user_line())
+        pairs = zip(other.extras, other.marks, strict=True)
+        numbers = {k: self._number(*pair) for k, pair in enumerate(pairs)}
+        moved = {id(noted): noted.moved(first, numbers) for noted in other.calls}
+        self.forms += other.forms
+        self.calls += [called, *moved.values()]
+        self.makers |= dict.fromkeys(range(first, first + other.outputs), called)
+        self.makers |= {first + place: moved[id(n)] for place, n in other.makers.items()}
+        self.own |= {first + place for place in other.own}
+        return first
+
+    def _open(self) -> None:
+        """Gives what stands for values the mode in which calls on them are run."""
+        if self.mode is None:
+            self.mode = _fake_mode()
+            self.forms = [self._fake_output(x) for x in self.forms]
+
     def note(self, func: Callable[..., Any], args: Any, kwargs: Any, made: Made) -> Any:
         """What the call returns, with a tensor `made` for each place in it. A tensor that it writes
         into stands for what is written there from then on.
@@ -141,9 +107,8 @@ class Tape:
         Raises `ValuesWantedError` where values are wanted for it, `ConfigError` where that would
         not help.
         """
-        if self.mode is None:
-            self.mode = new_fake_mode()
-            self.forms = [self._fake_output(x) for x in self.forms]
+        self._open()
+        assert self.mode is not None
         args = with_open_size(func, args)
         try:
             out, faked = self._seen(func, args, kwargs, self.mode, self._fake_of)
@@ -300,12 +265,7 @@ class Tape:
         fresh: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
     ) -> int:
-        numbers = {id(t): k for k, t in enumerate(self.extras)}
-        for tensor in fresh:
-            if id(tensor) not in numbers:
-                numbers[id(tensor)] = len(self.extras)
-                self.extras.append(tensor)
-                self.marks.append(marks(tensor))
+        numbers = {id(t): self._number(t, marks(t)) for t in fresh}
 
         def slot(leaf: Any) -> Any:
             if isinstance(leaf, Deferred):
@@ -318,13 +278,20 @@ class Tape:
             torch.is_autocast_enabled(self.device.type),
         )
         grad, first = torch.is_grad_enabled(), len(self.forms)
-        leaves, structure = pytree.tree_flatten((given, named))
-        key = func, str(structure), tuple((type(x), repr(x)) for x in leaves), grad, autocast
+        key = key_of(func, given, named, grad, autocast)
         noted = Noted(func, given, named, first, key, grad, autocast, user_line())
         self.calls.append(noted)
         self.forms += tensors
         self.makers |= dict.fromkeys(range(first, len(self.forms)), noted)
         return first
+
+    def _number(self, tensor: torch.Tensor, mark: tuple[int, int, bool]) -> int:
+        """That of a tensor of the user's."""
+        found = next((k for k, t in enumerate(self.extras) if t is tensor), len(self.extras))
+        if found == len(self.extras):
+            self.extras.append(tensor)
+            self.marks.append(mark)
+        return found
 
     def behind(self, places: Collection[int]) -> list[Noted]:
         """The calls that values at these places follow from, in their order."""
@@ -343,36 +310,6 @@ class Tape:
                     f"a tensor of shape {list(self.extras[number].shape)} that the loss is made "
                     "with was written to before loss.backward(); give the loss a copy of it"
                 )
-
-
-class Replay(WithLoss):
-    """A model and the noted calls on its outputs: gives the value at `root` as the loss, and those
-    at the places of `results`.
-    """
-
-    noted: tuple[Noted, ...]
-    root: int
-    results: tuple[int, ...]
-
-    def __init__(
-        self, model: nn.Module, noted: Sequence[Noted], root: int, results: Sequence[int]
-    ) -> None:
-        super().__init__(model, None)
-        vars(self).update(noted=tuple(noted), root=root, results=tuple(results))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss and the results."""
-        extras = kwargs.pop(EXTRA)
-        outputs = super().forward(*args, **kwargs)
-        open_dataclasses(outputs)
-        kinds = (torch.Tensor, *SYMBOLIC)
-        values: dict[int, Any] = dict(
-            enumerate(x for x in pytree.tree_leaves(outputs) if isinstance(x, kinds))
-        )
-        for noted in self.noted:
-            made = noted.run(values.__getitem__, extras, "cpu")
-            values |= dict(enumerate(made, noted.first))
-        return LossAndOutputs(values[self.root], {str(p): values[p] for p in self.results})
 
 
 def _check_history(leaf: Deferred, fake: torch.Tensor, func: Callable[..., Any]) -> None:

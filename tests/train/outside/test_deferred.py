@@ -26,6 +26,9 @@ class Two:
     def value(self, place: int) -> torch.Tensor:
         return torch.full((2, 3), 2.0)
 
+    def join(self, other: Any) -> bool:
+        return False
+
 
 def made(*, trained: bool = True) -> Deferred:
     like = torch.empty(2, 3, device="meta", requires_grad=trained)
