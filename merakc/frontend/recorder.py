@@ -78,6 +78,8 @@ WRITTEN_OTHERWISE = {
     "aten.batch_norm.default": "_batch_norm",
     "aten.as_strided.default": "_strided",
     "aten.scaled_dot_product_attention.default": "_attention",
+    "aten.index_put.default": "_put",
+    "aten.index_put_.default": "_put_",
 }
 # Calls that give what they are given: a tensor made of numbers, one without a history.
 LIFTED, DETACHED = "aten.lift_fresh.default", "aten.detach_.default"

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import RESHAPE, Asking
+from merakc.frontend.calls.normalise import filled
 from merakc.frontend.values.reads import read_refs
 from merakc.frontend.values.symbols import is_symbolic
 from merakc.ir.graph import Ref, map_refs
 
 NONZERO = "aten.nonzero.default"
 INDEX = "aten.index.Tensor"
+PUT, PUT_ = torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
 # Calls that pass places on, of which there are as many behind them.
 PASSED = frozenset(
     {RESHAPE, "aten.squeeze.default", "aten.squeeze.dim", "aten.unbind.int", "aten.select.int",
@@ -109,6 +111,32 @@ class Selecting(Asking):  # type: ignore[no-untyped-call]
             refs = self._ref(x), self._ref(mask)
             self.selected[self._ref(out)] = Selection(x, mask, refs, self._form(refs[1]))
         return out
+
+    def _put(self, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+        given = x, indices, values, accumulate
+        found = self._filled(*given)
+        return found if found is not None else self._call(PUT, given, {})
+
+    def _put_(self, x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+        given = x, indices, values, accumulate
+        found = self._filled(*given)
+        if found is None:
+            return self._call(PUT_, given, {})
+        with self:
+            return x.copy_(found)
+
+    def _filled(self, x: Tensor, indices: Any, values: Tensor, accumulate: bool) -> Tensor | None:
+        """What a write by a mask makes of x, where the values have a gradient, which would be of a
+        size that only the mask knows, and are the same at all places.
+        """
+        if self._ref(values) not in self.grads:
+            return None
+        with self:
+            parts = filled(x, indices, values)
+            if parts is None:
+                return None
+            mask, values = parts
+            return torch.where(mask, x + values if accumulate else values, x)
 
     def _mask_of(self, index: Tensor | None) -> Tensor | None:
         """The mask whose places an index holds, all of them in their order."""

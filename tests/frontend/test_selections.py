@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.kernels.opaque import OPAQUE
 from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph, same
@@ -135,3 +136,49 @@ def test_places_that_are_not_all_or_in_another_order_are_as_they_are() -> None:
         )
 
     check(Small(forward, layer=linear()), randn(4, 3, 6), LABELS, relative=1e-12)
+
+
+def token(s: Any, x: Tensor) -> Tensor:
+    """Rows that one parameter replaces, as where words are hidden."""
+    z = s.layer(x) * 1
+    z[x[..., 0] > 0] = s.token
+    return z
+
+
+def added(s: Any, x: Tensor) -> Tensor:
+    places = (None, (x[0, :, 0] > 0).to(torch.uint8))
+    return torch.ops.aten.index_put(s.layer(x), places, s.token[None], accumulate=True)
+
+
+def of_values(s: Any, x: Tensor) -> Tensor:
+    """The mean, wherever another value is large; into a view."""
+    z = s.layer(x) * 1
+    z[:, 1][z[:, 1] > 0.1] = z.mean()
+    return z
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("write", [token, added, of_values])
+def test_a_write_by_a_mask_of_values_with_a_gradient(write: Any) -> None:
+    torch.manual_seed(0)
+    model = Small(
+        lambda s, x: write(s, x).square().mean(), layer=linear(), token=nn.Parameter(randn(6))
+    )
+    recording = check(model, randn(4, 3, 6), relative=1e-12)
+    other = (randn(4, 3, 6) * 2,)
+    found = run_graph(recording.graph, inputs_of(recording.graph, model, other, {}))
+    same(found, run_eager(model, other, {}), model, 1e-12)
+
+
+def test_a_write_of_as_many_values_as_a_mask_chooses_is_refused_where_it_is_differentiated() -> (
+    None
+):
+    def forward(s: Any, x: Tensor) -> Tensor:
+        z = s.layer(x) * 1
+        z[x[:, 0] > 0] = s.layer(x[:2])
+        return z.mean()
+
+    x = randn(4, 6)
+    x[:, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    with pytest.raises(RecordError, match=r"test_selections.py.* written by a mask"):
+        check(Small(forward, layer=linear()), x)

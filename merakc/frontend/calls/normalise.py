@@ -41,6 +41,7 @@ KEPT = frozenset(
     }
 )
 
+MASKS = (torch.bool, torch.uint8)
 PLACES = ("device", "layout", "pin_memory")
 GROUPED = "merakc.grouped_mm.default"  # rows in groups, times a matrix each
 # A view of a whole tensor may need a copy of a shard: `reshape` decides that where it runs.
@@ -145,6 +146,25 @@ def batch_norm(
         running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
         running_var.copy_(running_var * (1 - momentum) + variance * momentum)
     return normalise(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+
+
+def filled(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The mask and the values of `x[..., mask] = values`, as `torch.where` takes them beside x.
+
+    None where the places that are written do not all get the same.
+    """
+    given = [(k, i) for k, i in enumerate(indices) if i is not None]
+    if len(given) != 1 or given[0][1].dtype not in MASKS:
+        return None
+    dim, mask = given[0]
+    behind = x.dim() - dim - mask.dim()
+    shape = (1,) * (dim + 1 + behind - values.dim()) + tuple(values.shape)
+    if len(shape) != dim + 1 + behind or type(shape[dim]) is not int or shape[dim] != 1:
+        return None
+    values = values.reshape(*shape[:dim], *(1,) * mask.dim(), *shape[dim + 1 :])
+    return mask.bool().reshape(*(1,) * dim, *mask.shape, *(1,) * behind), values
 
 
 def with_dtype(func: Any, kwargs: dict[str, Any], out: Any) -> dict[str, Any]:

@@ -75,7 +75,10 @@ def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tupl
     """
     classes = {f.cls for f in graph.functions.values() if isinstance(f, Apply)}
     if not classes:
-        return trace()
+        try:
+            return trace()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _of_unknown_size(graph, error) from error
     names = ", ".join(sorted(cls.__name__ for cls in classes))
     state = PythonState(nn.Module(), classes)
     try:
@@ -97,6 +100,20 @@ def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tupl
             "its first: a compiled step is the first; give it all that it reads as arguments"
         )
     return made
+
+
+def _of_unknown_size(graph: Graph, error: Exception) -> RecordError:
+    """The refusal of a backward whose sizes only values know, as of a write by a mask."""
+    specs = graph.specs()
+    writes = [
+        n.source for n in graph.nodes
+        if "index_put" in n.op and any(specs[r].dtype == torch.bool for r in n.refs if r in specs)
+    ]  # fmt: skip
+    where = ", ".join(dict.fromkeys(writes)) or "some line of the forward"
+    return RecordError(
+        f"{where}: the gradient of what is written by a mask is of a size that only the mask's "
+        f"values know ({error}); write torch.where(mask, values, x)"
+    )
 
 
 def _check_constants(joint: Graph) -> None:
