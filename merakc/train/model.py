@@ -33,7 +33,8 @@ from merakc.train.outside.caches import cache_in
 from merakc.train.outside.called import Called
 from merakc.train.outside.deferred import of_evaluation, values_in
 from merakc.train.outside.forwards import Forwards
-from merakc.train.outside.pending import Pending, Taken
+from merakc.train.outside.pending import Pending
+from merakc.train.outside.values import Taken
 from merakc.train.outside.within import Adapted
 from merakc.train.parameters.allocate import copied
 from merakc.train.parameters.elements import follow, told_buffers
@@ -224,18 +225,19 @@ class ParallelModel(Forwards):
             return self._predicted(args, kwargs)
         given, (args, kwargs) = (args, kwargs), self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
+        run = partial(self._run, train=True)
         if not step.has_loss:
             if not train:
                 found = self._results(step, args, kwargs)
                 learns = any(p.requires_grad for p in self.parameters())
                 return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
             call = Called(steps, step, args, kwargs, given, steps.draw(step), trains=True)
-            return Pending(call, train=partial(self._run, train=True)).answer({})
+            return Pending(call, train=run).answer({})
         number = steps.draw(step)
         taken = self._run(step, args, kwargs, number, train=train)
         kept = step.result_specs.keys() >= set(names_of(step.recording))
         call = Called(steps, step, args, kwargs, given, number, trains=bool(taken[2]), kept=kept)
-        pending, loss = Pending(call, taken), taken[0]
+        pending, loss = Pending(call, taken, run if train else None), taken[0]
         if not train and any(p.requires_grad for p in self.parameters()):
             loss = of_evaluation(loss)
         return pending.answer({loss_name(step.recording): loss})

@@ -100,6 +100,7 @@ class Steps:
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
     compared: Compared = field(default_factory=Compared)  # forwards of any shape of batch
     wanted: frozenset[str] = frozenset()  # results that training steps keep
+    takes_more: bool = False  # whether two steps were taken for one call
     roots: set[Hashable] = field(default_factory=set)  # marks of losses made outside
     # Where the samples stand in batches with what such losses read, by mark.
     readings: dict[Hashable, dict[str, Rows | None]] = field(default_factory=dict)

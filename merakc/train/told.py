@@ -143,6 +143,15 @@ def warn_of_shapes(many: int, most: int) -> None:
     )
 
 
+def warn_of_more() -> None:
+    """Says, of the user's own line, that one call takes two steps."""
+    warn_of_line(
+        "a loss is made of outputs of a call of which a step is taken already, for its own loss or "
+        "another one: one more is taken, of as long; add the losses up before backward(), and "
+        "leave labels out or give auto_parallel the whole loss (loss=fn), and one is enough"
+    )
+
+
 def warn_of_same() -> None:
     """Says, of the user's own line, that all dp ranks train on the same samples."""
     warn_of_line(

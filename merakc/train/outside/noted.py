@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.frontend.source import REPEATS
-from merakc.frontend.values.outside import LossAndOutputs, WithLoss
+from merakc.frontend.values.outside import LossAndOutputs, WithLoss, parted
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.frontend.values.symbols import SYMBOLIC
 from merakc.train.outside.watching import named
@@ -130,7 +130,7 @@ class Replay(WithLoss):
     def __init__(
         self, model: nn.Module, noted: Sequence[Noted], root: int, results: Sequence[int]
     ) -> None:
-        super().__init__(model, None)
+        super().__init__(*parted(model))
         vars(self).update(noted=tuple(noted), root=root, results=tuple(results))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

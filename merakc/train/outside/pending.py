@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -15,29 +16,22 @@ import torch.utils._pytree as pytree
 from merakc.batches.split import named_tensors, sample_rows
 from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.ir.batches import Rows
-from merakc.runtime.executor import StepResult
 from merakc.train.besides import Nothing
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.outputs import outputs_of
-from merakc.train.outside.called import Called
 from merakc.train.outside.deferred import (
     Deferred,
     Source,
-    deferred,
     deferred_in,
     meets_parameters,
-    unreachable,
 )
-from merakc.train.outside.noted import EXTRA, PLAIN, Noted, Replay, forward
-from merakc.train.outside.results import share_results
-from merakc.train.outside.tape import Tape, ValuesWantedError
+from merakc.train.outside.noted import EXTRA, PLAIN, Replay, forward
+from merakc.train.outside.tape import ValuesWantedError
+from merakc.train.outside.values import Outputs, Taken, Train, mark_of
 from merakc.train.outside.watching import REMEDY, writes
+from merakc.train.told import warn_of_more
 
 Tensors = dict[str, torch.Tensor]
-# What a training step gives: the loss, which hands gradients out, what it has left on this rank,
-# and the gradients until they are handed out.
-Taken = tuple[torch.Tensor, StepResult, list[torch.Tensor | None]]
-Train = Callable[[CompiledStep, Sequence[Any], Mapping[str, Any], int], Taken]
 # What reads the values of a tensor, and gives something that is no tensor.
 _READS = frozenset({
     "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__complex__",
@@ -49,13 +43,6 @@ _OTHERWISE = (
     "backward() of several losses, with create_graph or with inputs: a step gives the gradients of "
     "all parameters, of one loss; add the losses up"
 )
-_UNSEEN = (
-    "a gradient is wanted of something that was computed from an output of the model outside the "
-    f"step, which has not seen it; {REMEDY}; of calls that return losses, and whose other outputs "
-    "count too: leave the labels out, and compute all of the loss outside; of calls of several "
-    "models, or in other modes: call backward() of each one's loss; a loss that was read before "
-    "more was added: read it after backward()"
-)
 _DREW = (
     "backward() of a loss of several calls of a model that draws random numbers, as dropout does, "
     "and that writes buffers, or of which an output was read before: the step would draw others; "
@@ -63,50 +50,19 @@ _DREW = (
 )
 
 
-class Pending:
+class Pending(Outputs):
     """The outputs of a call of the model with a batch, or of several whose losses are one.
 
-    A step has `taken` the call; where there is none, the loss is made outside, and `train` takes
-    the step for it.
+    A step has `taken` the call; where there is none, the loss is made outside. `train` takes the
+    step for it, or one more for what is made of other outputs than the loss.
     """
-
-    def __init__(
-        self, call: Called, taken: Taken | None = None, train: Train | None = None
-    ) -> None:
-        self.call, self.calls, self.steps = call, {0: call}, call.steps
-        self.train, self.gradients = train, taken and taken[2]
-        steps, forms = call.steps, call.forms.values()
-        grad = call.trains and any(p.requires_grad for p in steps.agreement.parameters())
-        self.tape = Tape([x if grad else x.detach() for x in forms], steps.device)
-        self.known: dict[int, torch.Tensor] = {}
-        self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
-        if taken is not None:
-            self._has(call.step, taken[1], {n: p for p, n in enumerate(call.names)})
-        elif call.step.has_effects:  # which come with the call
-            call.run_again()
-
-    def _has(self, step: CompiledStep, result: StepResult, places: Mapping[str, int]) -> None:
-        """Notes what a step has kept, of outputs that stand at these places."""
-        self.there |= {places[n]: (step, result, n) for n in step.result_specs if n in places}
-
-    def _output_at(self, place: int) -> tuple[Called, str] | None:
-        """The call that has an output at this place, and the output's name in it."""
-        for first, call in self.calls.items():
-            if first <= place < first + len(call.names):
-                return call, call.names[place - first]
-        return None
-
-    @property
-    def _draws(self) -> bool:
-        """Whether a step of several calls draws: other numbers than each by itself."""
-        return len(self.calls) > 1 and any(c.step.draws for c in self.calls.values())
 
     def join(self, other: Source) -> bool:
         """Takes over another's calls, so that one step is taken for the losses of both; False
         where either's step is taken, or cannot be the same.
         """
-        if not isinstance(other, Pending) or other.steps is not self.steps or (
-            self.train is None or other.train is None or not self.call.is_like(other.call)
+        if not isinstance(other, Pending) or other.steps is not self.steps or not (
+            self._is_open and other._is_open and self.call.is_like(other.call)
         ):  # fmt: skip
             return False
         if other.call.turn < self.call.turn:
@@ -119,17 +75,6 @@ class Pending:
             self.tape.shown[shown.place] = shown
         other.train = None
         return True
-
-    def answer(self, found: Mapping[str, torch.Tensor]) -> Any:
-        """What the call returns: the tensors that are there, and others that are not yet."""
-        places = {name: place for place, name in enumerate(self.call.names)}
-        self.known |= {places[name]: value for name, value in found.items()}
-        return outputs_of(self.call.step.recording, found, lambda name: self._show(places[name]))
-
-    def _show(self, place: int) -> Deferred:
-        made = deferred(self, place, self.tape.forms[place], self.steps.device, _UNSEEN)
-        self.tape.shown[place] = made
-        return made
 
     # ------------------------------------------------------------------ calls on outputs
 
@@ -146,69 +91,46 @@ class Pending:
             return func(self._differentiated(args[0], kwargs), *args[1:], **kwargs)
         if self.train is not None and meets_parameters((args, kwargs)):
             self._take(deferred_in((args, kwargs))[0].place)
-        if self.train is not None and name not in _READS:
+        if self._is_open and name not in _READS:
             try:
                 return self.tape.note(func, tuple(args), dict(kwargs), self._show)
             except ValuesWantedError:  # what it gives is true, and no gradient goes through it
                 pass
+        elif self.train is not None and name not in _READS and self._goes_on((args, kwargs)):
+            with suppress(ConfigError, ValuesWantedError):
+                return self._noted_behind(func, args, kwargs)
         given, named = pytree.tree_map_only(
             Deferred, lambda x: x.source.value(x.place), (tuple(args), dict(kwargs))
         )
         before = [t._version for t in self.known.values()] if self.train is not None else []
         out = func(*given, **named)
         if any(t._version != n for n, t in zip(before, self.known.values(), strict=False)):
-            raise ConfigError(writes(func))  # which the step would not do
+            if self._is_open:
+                raise ConfigError(writes(func))  # which the step would not do
+            self.train = None  # nor would another
         if not all(isinstance(x, PLAIN) for x in pytree.tree_leaves(out)):  # it may share memory
             self.tape.own.clear()
         return out
 
-    def value(self, place: int) -> torch.Tensor:
-        """The value at a place. Collective where it is not known."""
-        if place in self.known:
-            return self.known[place]
-        form, value = self.tape.forms[place], self._found(place)
-        if place in self.known:  # the loss
-            return self.known[place]
-        if value.shape != form.shape:
-            raise ConfigError(
-                f"an output of the model is of shape {list(value.shape)} for the whole batch, "
-                f"and of {list(form.shape)} for this rank's part of it: it couples the samples of "
-                "all ranks; read it by model.predict(...)"
-            )
-        if form.requires_grad and not value.requires_grad:
-            plain = value.detach()
-            value = unreachable(lambda: plain, _UNSEEN)
-        self.known[place] = value
-        return value
+    def _goes_on(self, given: Any) -> bool:
+        """Whether a gradient may go through these to what no step is taken for."""
+        outputs = [x for x in deferred_in(given) if x.place not in self.roots]
+        return torch.is_grad_enabled() and any(x.requires_grad for x in outputs)
 
-    def _found(self, place: int) -> torch.Tensor:
-        noted = self.tape.makers.get(place)
-        if place in self.there:
-            step, result, name = self.there[place]
-            with self.call.within("an output of the model is read"):
-                return share_results(self.steps, step, result, {name})[name]
-        if (output := self._output_at(place)) is not None:
-            return self._output(*output)
-        assert noted is not None
-        behind = self.tape.behind([place])
-        is_marked = _mark(behind, place) in self.steps.roots  # a step before was taken for it
-        if self.train is not None and (is_marked or self._is_drawn_loss(place, behind)):
-            self._take(place)
-            return self.known[place]
-        self.tape.check_unchanged([noted])
-        extras, kind = dict(enumerate(self.tape.extras)), self.steps.device.type
-        made: list[torch.Tensor] = noted.run(self.value, extras, kind)
-        return made[place - noted.first]
-
-    def _output(self, call: Called, name: str) -> torch.Tensor:
-        """The value of an output of the model that the step does not have, by another forward."""
-        taken = self.train is None
-        handed = call.trains and not self.gradients and taken
-        gone = handed or (taken and (call.step.has_effects or self._draws))
-        value = call.output(name, gone=gone)
-        if taken:
-            self.steps.wanted |= {call.told(name)}
-        return value
+    def _noted_behind(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a call gives behind the step, whose values are there now, and of which another step
+        may be taken. Raises `ValuesWantedError` where none may.
+        """
+        out = self.tape.note(func, tuple(args), dict(kwargs), self._show)
+        made = deferred_in(out)
+        if not any(x.requires_grad for x in made):
+            raise ValuesWantedError
+        if not any(self._is_gone(call) for call in self.calls.values()):
+            for each in made:  # weights may be others when it is read
+                self.value(each.place)
+        return out
 
     # ------------------------------------------------------------------ a loss outside
 
@@ -234,6 +156,8 @@ class Pending:
     def _take(self, root: int) -> None:
         """Takes the step whose loss is the value at `root`."""
         steps, form = self.steps, self.tape.forms[root]
+        if root in self.roots:
+            return
         if form.numel() != 1 or not form.requires_grad:
             raise ConfigError(
                 f"backward() of a tensor of shape {list(form.shape)} that "
@@ -252,6 +176,9 @@ class Pending:
                 "the batch, the model's weights or modes were changed between the call of the "
                 f"model and loss.backward(), with which the step is taken; {REMEDY}"
             )
+        if self.is_taken:
+            self._take_more(root)
+            return
         behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
         alive = [p for p in self.tape.shown if p != root and (
             (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
@@ -261,18 +188,21 @@ class Pending:
         except (RecordError, PlanError):  # they are made of the outputs, then, when they are read
             first = {p for noted in self.tape.behind(alive) for p in noted.reads()}
             self._take_for(root, sorted(p for p in {*alive, *first} if self._output_at(p)))
-        steps.roots.add(_mark(self.tape.behind([root]), root))
+        steps.roots.add(mark_of(self.tape.behind([root]), root))
 
-    def _is_drawn_loss(self, place: int, behind: Sequence[Noted]) -> bool:
-        """Whether a value is one number to train on, of calls that draw for it together."""
-        form, outputs = self.tape.forms[place], {p for noted in behind for p in noted.reads()}
-        calls = {id(found[0]) for p in outputs if (found := self._output_at(p)) is not None}
-        return self._draws and len(calls) > 1 and form.numel() == 1 and form.requires_grad
-
-    def _is_wanted(self, place: int) -> bool:
-        """Whether an output of the model at this place is to be kept."""
-        output = self._output_at(place)
-        return output is not None and output[0].told(output[1]) in self.steps.wanted
+    def _take_more(self, root: int) -> None:
+        """Takes one more step, for another loss of the same call."""
+        if self._draws:
+            raise ConfigError(_DREW)
+        if self.call.step.writes and self.call.again is None:
+            raise ConfigError(
+                "a loss is made of outputs of a call of which a step is taken already, and whose "
+                f"forward writes buffers, which it would do once more; {REMEDY}"
+            )
+        if not self.steps.takes_more and self.steps.groups.rank == 0:
+            warn_of_more()
+        self.steps.takes_more = True
+        self._take_for(root, [])
 
     def _take_for(self, root: int, results: Sequence[int]) -> None:
         """Takes it, and keeps these results."""
@@ -281,22 +211,23 @@ class Pending:
         # The model's in the order in which they were made: it may write buffers.
         calls.sort(key=lambda c: self.calls[c.first].turn if c.func is forward else math.inf)
         self.tape.check_unchanged(calls)
-        mark = _mark(calls, root, *results)
+        mark = mark_of(calls, root, *results)
         extras = {k: self.tape.extras[k] for c in calls for k in c.extras()}
         kwargs = {**self.call.kwargs, EXTRA: extras}
-        module = Replay(self.steps.source, calls, root, results)
+        module = Replay(self.steps.forward, calls, root, results)
         form = Form(train=True, kept=None, mark=mark, module=module)
         words = [(c.name, c.key[1:], c.first) for c in calls], root, *results
         told = f"loss.backward() (mark {zlib.crc32(repr(words).encode()):x})"
         (dtype, enabled), kind = self.call.autocast, self.steps.device.type
         with self.call.within(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
             step, kwargs = self._compiled(form, kwargs, extras)
-            if all(call.again is None for call in self.calls.values()):
+            if not self.is_taken and all(call.again is None for call in self.calls.values()):
                 taken = self.train(step, self.call.args, kwargs, self.call.number)
             else:
                 taken = self._train_again(self.train, step, kwargs)
         loss, result, self.gradients = taken
-        self.train, self.known[root] = None, loss
+        self.is_taken, self.known[root] = True, loss
+        self.roots.add(root)
         shown = outputs_of(step.recording, {}, str)
         self._has(step, result, {shown.outputs[str(p)]: p for p in results})
 
@@ -372,7 +303,3 @@ def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:
         if n > samples > 0 and n % samples == 0:
             found += [Rows(d, 1, n // samples), Rows(d, n // samples, 1)]
     return [*found, None]
-
-
-def _mark(calls: Sequence[Noted], *places: int) -> Hashable:
-    return tuple((c.key, c.first) for c in calls), places

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
@@ -148,9 +149,19 @@ def behind_another(model: Any) -> float:
     return round(total.item(), 12)
 
 
+def two_losses(model: Any) -> None:
+    """Of one call, one by one."""
+    logits = model(X)
+    F.cross_entropy(logits, Y).backward(retain_graph=True)
+    likely = logits.softmax(-1)
+    (0.1 * likely.square().mean()).backward(retain_graph=True)
+    (likely[:, 0].mean() * 2).backward()
+
+
 @pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+@pytest.mark.filterwarnings("ignore:a loss is made of outputs of a call of which a step is taken")
 @pytest.mark.parametrize(
-    "loop", [chosen, weighted, penalised, by_grad, taught, chained, behind_another]
+    "loop", [chosen, weighted, penalised, by_grad, taught, chained, behind_another, two_losses]
 )
 def test_losses_of_all_kinds(loop: Any) -> None:
     alike(loop)
@@ -230,10 +241,7 @@ def backward_of(what: str, model: ParallelModel) -> None:
     """Does something that no step would hear of, or that it cannot know."""
     logits = model(X)
     loss = F.cross_entropy(logits, Y)
-    if what == "two losses":
-        loss.backward(retain_graph=True)
-        logits.square().mean().backward()
-    elif what == "rows":
+    if what == "rows":
         logits.backward()
     elif what == "no gradient":
         logits.detach().sum().backward()
@@ -257,7 +265,6 @@ def backward_of(what: str, model: ParallelModel) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("two losses", "computed from an output of the model outside the step"),
         ("rows", r"backward\(\) of a tensor of shape \[8, 3\]"),
         ("no gradient", "does not require a gradient"),
         ("other weights", "were changed between the call"),
@@ -333,3 +340,58 @@ def test_dp_ranks_read_whole_batches_and_train_as_one_process_or_are_refused() -
     for *_, told in found:
         assert "numbers of Python in it are those of one data-parallel rank's samples" in told
         assert "read_whole_batches()" in told
+
+
+class Regularised(nn.Module):
+    """Returns its loss, with dropout, beside what it is made of; `more` is added inside."""
+
+    def __init__(self, more: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last, self.more = nn.Linear(4, 8), nn.Linear(8, 3), more
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss, logits and features."""
+        z = F.dropout(torch.tanh(self.first(x)), 0.5, self.training)
+        logits = self.last(z)
+        loss = F.cross_entropy(logits, labels)
+        loss = loss / 2 + self.more * added(logits, z) if self.more else loss
+        return {"loss": loss, "logits": logits, "z": z}
+
+
+def added(logits: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    spread = F.kl_div(logits.log_softmax(-1), torch.full_like(logits, 1 / 3), reduction="batchmean")
+    return spread + z.square().mean()
+
+
+def with_terms(options: dict[str, Any], more: float) -> tuple[list[float], Tensors]:
+    """Trained on a loss with terms that are added inside the model, or (`more` 0) in the loop."""
+    whole = options.get("dp", 1) > 1
+    batch = {"x": X, "labels": Y}
+    model = merakc.auto_parallel(
+        build(lambda: Regularised(more)), batch, cluster=NOMINAL_CPU, whole_batches=whole, **options
+    )
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        out = model(**batch)
+        loss = out["loss"]
+        loss = loss if more else loss / 2 + 0.3 * added(out["logits"], out["z"])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:a loss is made of outputs of a call of which a step is taken")
+@pytest.mark.parametrize("options", [{"dp": 1, "micro_batches": 2}, {"tp": 2}, {"dp": 2}], ids=str)
+def test_terms_may_be_added_to_the_models_own_loss(options: dict[str, Any]) -> None:
+    wanted, state = with_terms({"dp": 1, "micro_batches": 1}, 0.3)
+    ranks = 1 if "micro_batches" in options else 2
+    found = run_ranks(ranks, lambda: with_terms(options, 0.0))
+    assert all(losses == pytest.approx(wanted, rel=1e-12) for losses, _ in found)
+    assert_close(found[0][1], state)
+
+
+def test_that_a_second_step_is_taken_is_told() -> None:
+    with pytest.warns(MerakWarning, match="one more is taken"):
+        with_terms({"dp": 1}, 0.0)

@@ -36,7 +36,7 @@ def trained(options: dict[str, Any]) -> tuple[list[Any], Tensors, list[torch.Ten
         loss.backward()
         optimizer.step()
         steps.append((loss.item(), outputs["logits"].detach().clone()))
-    with pytest.raises(ConfigError, match="gradient is wanted of something that was computed"):
+    with pytest.raises(ConfigError, match=r"modes were changed|numbers of Python"):
         outputs["logits"].sum().backward()
     predicted = model.predict(**part(words(9), model))  # the model's own, the labels left alone
     model.eval()
@@ -78,7 +78,7 @@ def test_outputs_that_a_step_has_not_kept() -> None:
     loss, outputs = model(**words(0))
     loss.backward()
     with pytest.raises(ConfigError, match=r"call model.keep_outputs\('x'\)"):
-        outputs["x"].sum()
+        outputs["x"].sum().item()
     model.keep_outputs("x")
     loss, outputs = model(**words(0))
     loss.backward()
