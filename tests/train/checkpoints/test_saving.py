@@ -165,7 +165,8 @@ def layouts_of_torch(
             model, optimizer, model_state_dict=found["model"],
             optim_state_dict=found["optimizer"], options=options,
         )  # fmt: skip
-        model._own("_steps").taken = first
+        steps = model._own("_steps")
+        steps.taken = steps.drawn = first
     for step in range(first, first + STEPS):
         model(**part(words(step), model))["loss"].backward()
         optimizer.step()
