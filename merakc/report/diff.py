@@ -14,6 +14,7 @@ from rich.text import Text
 
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
+from merakc.machines.cluster import Cluster
 from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 # What follows from the decisions, or is told by others.
@@ -54,6 +55,8 @@ def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Chan
             found.append(Change(field.name, "", f"{moved} on other stages"))
         elif brief and field.name == ORDER:
             found.append(Change(field.name, _begun(old), _begun(new)))
+        elif isinstance(old, Cluster) and isinstance(new, Cluster):
+            found += _mapping_changes(field.name, _figures(old), _figures(new))
         elif isinstance(old, Mapping):
             found += _mapping_changes(field.name, old, new)
         elif brief and _are_parameters((old, new), first, second):
@@ -89,7 +92,22 @@ def changes_table(changes: list[Change], first: str, second: str) -> Table:
     return table
 
 
+def _figures(machines: Cluster) -> dict[str, Any]:
+    """Everything that is said of machines, by dotted names."""
+    waiting: list[tuple[str, Any]] = [("", dataclasses.asdict(machines))]
+    found: dict[str, Any] = {}
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(f"{name}.{key}".strip("."), own) for key, own in value.items()]
+        else:
+            found[name] = value
+    return found
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, Cluster):
+        return value.name
     if isinstance(value, tuple):
         runs = [(str(item), len([*same])) for item, same in groupby(value)]
         return (

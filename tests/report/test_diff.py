@@ -11,6 +11,7 @@ from rich.console import Console
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.state import StateShards
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.report.diff import Change, changes_table, plan_changes, prediction_changes
 from tests.report.test_text import tiny_file, tiny_plan
 
@@ -45,6 +46,17 @@ def test_every_decision_is_told(plan: Plan) -> None:
             "(model) .. (model); layers.2.attn .. lm_head",
             "x .. (model); layers.2.attn .. lm_head",
         ),
+    ]
+
+
+def test_machines_are_told_by_name_and_by_the_figures_that_differ(plan: Plan) -> None:
+    plain = replace(plan, machines=None)
+    on = replace(plan, machines=NOMINAL_CPU)
+    faster = replace(plan, machines=replace(NOMINAL_CPU, name="faster", link_latency_s=1.0))
+    assert plan_changes(plain, on) == [Change("machines", "-", NOMINAL_CPU.name)]
+    assert sorted(plan_changes(on, faster), key=lambda c: c.what) == [
+        Change("machines: link_latency_s", str(NOMINAL_CPU.link_latency_s), "1.0"),
+        Change("machines: name", NOMINAL_CPU.name, "faster"),
     ]
 
 
