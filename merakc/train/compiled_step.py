@@ -21,7 +21,6 @@ from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.batches.states import Kind
 from merakc.passes.programs.collectives import trained
-from merakc.passes.sharding.key_draws import has_draws
 from merakc.runtime.executor import Executor
 from merakc.runtime.state import Placement
 from merakc.train.besides import Besides
@@ -111,7 +110,8 @@ class CompiledStep:
     def draws(self) -> bool:
         """Whether it draws random numbers, on any rank."""
         loss = self.lowered.loss
-        return has_draws(loss.graph) or (loss.head is not None and has_draws(loss.head.graph))
+        inputs = [*loss.graph.inputs, *(loss.head.graph.inputs if loss.head is not None else ())]
+        return any(i.kind is InputKind.SCALAR and i.target == "seed" for i in inputs)
 
     @cached_property
     def runs_modules(self) -> bool:
