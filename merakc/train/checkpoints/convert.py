@@ -171,8 +171,9 @@ def _add_run(contents: Contents, found: Mapping[str, Any]) -> None:
     tensors, run = contents.tensors, contents.run
     run["parameters"] = [str(name) for name in found["parameters"]]
     run["tied"] = dict(found.get("tied", {}))
+    step = int(found.get("step", 0))
     run["parallel"] = {
-        "step": int(found.get("step", 0)), "seed": int(found["seed"]),
+        "step": step, "drawn": int(found.get("drawn", step)), "seed": int(found["seed"]),
         "loss_scale": found.get("loss_scale"),
     }  # fmt: skip
     extras: Tensors = {}
@@ -223,6 +224,7 @@ def write_torch(contents: Contents, path: Path) -> None:
     `scheduler`, `extra`, `step`, and the names of the parameters in the model's order.
     """
     run = contents.run
+    parallel = run.get("parallel", {})
     model = {stored_name(n): t for n, t in contents.tensors.items() if n.startswith(WEIGHTS)}
     tied = {name: of for name, of in run.get("tied", {}).items() if of in model}
     model |= {name: model[of] for name, of in tied.items()}  # as state dicts of torch have them
@@ -234,9 +236,10 @@ def write_torch(contents: Contents, path: Path) -> None:
         "optimizer": [_torch_state(r, contents.tensors, order) for r in run["optimizers"]],
         "optimizer_kinds": [record["kind"] for record in run["optimizers"]],
         "parameters": run["parameters"],
-        "step": run.get("parallel", {}).get("step", 0),
-        "seed": run.get("parallel", {}).get("seed", 0),
-        "loss_scale": run.get("parallel", {}).get("loss_scale"),
+        "step": parallel.get("step", 0),
+        "drawn": parallel.get("drawn", parallel.get("step", 0)),
+        "seed": parallel.get("seed", 0),
+        "loss_scale": parallel.get("loss_scale"),
         "tied": tied,
         **extras,
     }

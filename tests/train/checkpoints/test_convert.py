@@ -163,7 +163,7 @@ def test_what_ranks_gave_and_loss_scales_are_kept(tmp_path: Path) -> None:
     scale = {"scale": 8.0, "good_steps": 3, "skipped": 1}
     run = {
         "parameters": [], "optimizers": [], "extras": own,
-        "parallel": {"step": 4, "seed": 5, "loss_scale": scale},
+        "parallel": {"step": 4, "drawn": 7, "seed": 5, "loss_scale": scale},
     }  # fmt: skip
     tensors = {f"extra/rank{rank}.extra": torch.full((2,), float(rank)) for rank in range(2)}
     write_torch(Contents(tensors, run), tmp_path / "new" / "run.pt")

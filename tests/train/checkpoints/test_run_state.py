@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from merakc.errors import CheckpointError
-from merakc.train.checkpoints.run_state import joined_records, optimizer_tensors, weights_of
+from merakc.train.checkpoints.run_state import (
+    joined_records,
+    optimizer_tensors,
+    parallel_state,
+    resume,
+    weights_of,
+)
 from tests.train.checkpoints.small_runs import trained
+from tests.train.outside.small import X, normed
 
 
 def test_tied_weights_are_saved_once() -> None:
@@ -81,3 +88,17 @@ def test_state_of_an_optimizer_that_would_be_lost_is_refused(how: str) -> None:
         own[0 if how == "numbers" else "a.b"] = torch.ones(1)
     with pytest.raises(CheckpointError, match=r"AdamW has .*: only state of its parameters"):
         optimizer_tensors(model, [optimizer])
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_a_run_goes_on_drawing_where_it_was() -> None:
+    model, other = normed(dropout=0.5), normed(dropout=0.5)
+    model(X).sum().backward()
+    with torch.no_grad():
+        model(X)  # which draws as well
+    saved = parallel_state(model)
+    assert (saved["step"], saved["drawn"]) == (1, 2)
+    resume(other, saved)
+    assert other(X).sum().item() == model(X).sum().item()
+    resume(other, {"step": 5, "seed": 0})  # of a version that counted steps alone
+    assert other._own("_steps").drawn == 5
