@@ -40,13 +40,8 @@ from merakc.passes.sharding.layouts import Sharding, unsplit
 from merakc.passes.sharding.sequences.gradient_sums import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
-from merakc.passes.stages.stage import (
-    Stages,
-    assign_stages,
-    stage_runs,
-    stages_of_runs,
-    transfer_stages,
-)
+from merakc.passes.stages.stage import Stages, assign_stages, stage_runs, stages_of_runs
+from merakc.passes.stages.transfer import transfer_stages
 from merakc.schedules.planned import planned_schedule
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.text import parse_schedule

@@ -28,7 +28,7 @@ from merakc.passes.overlap.collective_matmul import RowChunks
 from merakc.passes.overlap.fused_products import FusedProducts
 from merakc.passes.overlap.sub_batches import Parts, make_parts
 from merakc.passes.sharding.gather_products import gathers
-from merakc.passes.stages.stage import stages_like
+from merakc.passes.stages.transfer import stages_like
 
 # Parts of a micro-batch, or chunks of rows, that are tried. More hide more, and multiply smaller
 # matrices.

@@ -92,6 +92,8 @@ def requested(
         total = size if whole else fixed.total_batch_size
         request = replace(fixed, batch_size=size, batch_dims=dims, total_batch_size=total)
         try:
+            if whole:
+                check_request(request, size)
             first_parts(request, None)
         except ConfigError as error:
             if refusal is None and not readings:

@@ -197,6 +197,16 @@ class CompiledStep:
         return found | loss.written.keys()
 
     @cached_property
+    def leans(self) -> frozenset[str]:
+        """Of the buffers that the forwards write, those that something else is made with, too."""
+        graph = self.lowered.loss.graph
+        found = {o.ref.node for o in graph.outputs if o.kind is not OutputKind.BUFFER}
+        for node in reversed(graph.nodes):
+            if node.name in found:
+                found.update(ref.node for ref in node.refs)
+        return frozenset(i.target for i in graph.inputs if i.name in found) & self.writes
+
+    @cached_property
     def head_results(self) -> frozenset[str]:
         """The names of the results that the head gives, of the whole batch."""
         head = self.lowered.loss.head

@@ -233,8 +233,7 @@ class ParallelModel(Forwards):
                 return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
             call = Called(steps, step, args, kwargs, given, steps.draw(step), trains=True)
             return Pending(call, train=run).answer({})
-        number = steps.draw(step)
-        taken = self._run(step, args, kwargs, number, train=train)
+        taken = self._run(step, args, kwargs, number := steps.draw(step), train=train)
         kept = step.result_specs.keys() >= set(names_of(step.recording))
         call = Called(steps, step, args, kwargs, given, number, trains=bool(taken[2]), kept=kept)
         pending, loss = Pending(call, taken, run if train else None), taken[0]
@@ -298,7 +297,8 @@ class ParallelModel(Forwards):
         wanted = [(n, every[n]) for n in order if every[n].requires_grad]
         sharded = self._own("_steps").sharded
         behind = sharded.updates.ended(gradients) if sharded and sharded.updates else None
-        found = [torch.empty_like(plain(p)) if n in empty else gradients.get(n) for n, p in wanted]
+        held = empty.keys() & self._own("_steps").reached  # by other stages
+        found = [torch.empty_like(plain(p)) if n in held else gradients.get(n) for n, p in wanted]
         if not wanted:  # of a step that was skipped, or where all is frozen
             return loss.requires_grad_(skipped), found
         return HandOut.apply(loss, found, behind, *(p for _, p in wanted)), found  # type: ignore[no-untyped-call]

@@ -100,6 +100,7 @@ class Steps:
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
     compared: Compared = field(default_factory=Compared)  # forwards of any shape of batch
     wanted: frozenset[str] = frozenset()  # results that training steps keep
+    reached: frozenset[str] = frozenset()  # the parameters that the last loss was made with
     takes_more: bool = False  # whether two steps were taken for one call
     roots: set[Hashable] = field(default_factory=set)  # marks of losses made outside
     # Where the samples stand in batches with what such losses read, by mark.
@@ -309,7 +310,9 @@ class Steps:
         forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
-        drop_unused(result.gradients, step.doubtful, self.groups.axis("world"), self.device)
+        world = self.groups.axis("world")
+        unused = drop_unused(result.gradients, step.doubtful, world, self.device)
+        self.reached = step.trained - unused
         self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:

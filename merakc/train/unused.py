@@ -49,19 +49,21 @@ def drop_unused(
     uses: Uses,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> None:
+) -> set[str]:
     """Takes the gradients of parameters that no micro-batch of any rank used out of those of a step
-    that trained; collective, where there is a `group` of all ranks and a doubt.
+    that trained, and returns the names; collective, where there is a `group` of all ranks and a
+    doubt.
     """
     if not uses:
-        return
+        return set()
     used = [any(place in call.used for call, place in places) for places in uses.values()]
     flags = torch.tensor(used, dtype=torch.int32, device=device)
     if group is not None:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    for name, flag in zip(uses, flags.tolist(), strict=True):
-        if not flag:
-            gradients.pop(name, None)
+    unused = {name for name, flag in zip(uses, flags.tolist(), strict=True) if not flag}
+    for name in unused:
+        gradients.pop(name, None)
+    return unused
 
 
 def _calls(uses: Uses) -> Iterable[Call]:

@@ -46,6 +46,7 @@ class Called:
     kept: bool = False
     again: tuple[CompiledStep, StepResult] | None = None  # the forward, where it was run by itself
     written: Tensors = field(default_factory=dict)  # what that has written, as it was before
+    left: Tensors = field(default_factory=dict)  # and as it was then
     turn: int = field(default_factory=lambda: next(_turns))  # among all calls
 
     def __post_init__(self) -> None:
@@ -53,6 +54,7 @@ class Called:
         forms = self.step.whole_output_forms if self.steps.whole else self.step.output_forms
         self.forms, self.names = forms, list(forms)
         self.grad, self.whole = torch.is_grad_enabled(), self.steps.whole
+        self.autocast = autocast_of(self.steps.device)
         self.before = self.around(self.steps.settings.seen)
 
     def around(self, settings: Any = None) -> tuple[Any, ...]:
@@ -66,17 +68,11 @@ class Called:
         unread = [] if self.kept else held
         weights = [t._version for t in held] if self.trains else [crc_of(plain(t)) for t in unread]
         seen = steps.settings.changed() if settings is None else settings
-        return (weights, versions), autocast_of(steps.device), steps.settings.modes(), seen
-
-    @property
-    def autocast(self) -> tuple[torch.dtype, bool]:
-        """That which was on at the call."""
-        found: tuple[torch.dtype, bool] = self.before[1]
-        return found
+        return (weights, versions), steps.settings.modes(), seen
 
     def is_like(self, other: Called) -> bool:
         """Whether the model's modes and settings were those of another call."""
-        return self.before[2:] == other.before[2:]
+        return self.before[1:] == other.before[1:]
 
     def told(self, name: str) -> str:
         """The name of an output as users are told it."""
@@ -84,7 +80,7 @@ class Called:
 
     def within(self, name: str) -> AbstractContextManager[None]:
         """What surrounds what is done for the call: its batch is told where ranks differ."""
-        training = any(self.before[2])
+        training = any(self.before[1])
         return model_call(self.steps, name, self.args, self.kwargs, training=training)
 
     def output(self, name: str, *, gone: bool) -> torch.Tensor:
@@ -108,13 +104,19 @@ class Called:
                 step = steps.compile(self.args, self.kwargs, form)
         self.written = {name: steps.state[name].clone() for name in step.written}
         self.again = step, steps.run(step, self.args, self.kwargs, self.number)
+        self.left = {name: steps.state[name].clone() for name in step.written}
+
+    def follows(self, earlier: Called) -> bool:
+        """Whether the buffers that outputs are made with were as another call has left them."""
+        names = self.step.leans & self.written.keys() & earlier.left.keys()
+        return all(torch.equal(self.written[name], earlier.left[name]) for name in names)
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
         """In the modes, and under the autocast, of the call."""
         steps, (dtype, enabled) = self.steps, self.autocast
         now = steps.settings.modes()
-        steps.settings.set_modes(self.before[2])
+        steps.settings.set_modes(self.before[1])
         try:
             with torch.autocast(steps.device.type, dtype, enabled):
                 yield

@@ -44,7 +44,7 @@ class Source(Protocol):
         """The value of the tensor at a place."""
 
     def join(self, other: Source) -> bool:
-        """Whether both are one from here on: all tensors of both come of one of the two."""
+        """Whether both are one, from here on: all tensors of both come of one of the two."""
 
 
 class Deferred(torch.Tensor):
@@ -59,14 +59,13 @@ class Deferred(torch.Tensor):
         if _is_about(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        sources = {id(x.source): x.source for x in deferred_in((args, kwargs))}
-        first, *others = sources.values()
-        if others and not (_trains((args, kwargs)) and all(first.join(x) for x in others)):
-            args, kwargs = pytree.tree_map_only(
-                Deferred, lambda x: x.source.value(x.place), (args, kwargs)
-            )
+        if (source := _joined((args, kwargs))) is None:
+            args, kwargs = values_in((args, kwargs))
             return func(*args, **kwargs)
-        return deferred_in((args, kwargs))[0].source.apply(func, args, kwargs)
+        args, kwargs = pytree.tree_map_only(
+            Deferred, lambda x: x if x.source is source else x.source.value(x.place), (args, kwargs)
+        )
+        return source.apply(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -84,9 +83,19 @@ def deferred_in(tree: Any) -> list[Deferred]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Deferred)]
 
 
-def _trains(tree: Any) -> bool:
-    """Whether a gradient may go through what is made of these."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in deferred_in(tree))
+def _joined(tree: Any) -> Source | None:
+    """What all deferred tensors that a gradient may go through come of, made one where they come of
+    several; None where they cannot, or where there is no such tensor and they come of several.
+    """
+    found = deferred_in(tree)
+    if all(x.source is found[0].source for x in found):
+        return found[0].source
+    trained = [x for x in found if x.requires_grad and torch.is_grad_enabled()]
+    if not trained or not all(trained[0].source.join(x.source) for x in trained):
+        return None
+    for each in found:  # which may be computed in the step
+        trained[0].source.join(each.source)
+    return trained[0].source
 
 
 def values_in(tree: Any) -> Any:

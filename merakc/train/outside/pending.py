@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from merakc.train.outside.deferred import (
     deferred_in,
     meets_parameters,
 )
-from merakc.train.outside.noted import EXTRA, PLAIN, Replay, forward
+from merakc.train.outside.noted import EXTRA, PLAIN, Noted, Replay, forward
 from merakc.train.outside.tape import ValuesWantedError
 from merakc.train.outside.values import Outputs, Taken, Train, mark_of
 from merakc.train.outside.watching import REMEDY, writes
@@ -48,6 +48,15 @@ _DREW = (
     "and that writes buffers, or of which an output was read before: the step would draw others; "
     "read outputs after loss.backward(), or make the calls one, of all their samples"
 )
+_CHANGED = (
+    "the batch, the model's weights or modes were changed between the call of the model and "
+    f"loss.backward(), with which the step is taken; {REMEDY}"
+)
+_WRITTEN = (
+    "backward() of a loss of several calls, between which something else, such as one more call, "
+    "wrote buffers that the model's outputs are made with: a step runs these calls one behind the "
+    "other; make them so, or call backward() of each one's loss"
+)
 
 
 class Pending(Outputs):
@@ -61,6 +70,8 @@ class Pending(Outputs):
         """Takes over another's calls, so that one step is taken for the losses of both; False
         where either's step is taken, or cannot be the same.
         """
+        if other is self:
+            return True
         if not isinstance(other, Pending) or other.steps is not self.steps or not (
             self._is_open and other._is_open and self.call.is_like(other.call)
         ):  # fmt: skip
@@ -171,11 +182,6 @@ class Pending(Outputs):
                 "data-parallel rank's samples; give every rank the whole batch "
                 f"(model.read_whole_batches()), or {REMEDY}"
             )
-        if any(call.around() != call.before for call in self.calls.values()):
-            raise ConfigError(
-                "the batch, the model's weights or modes were changed between the call of the "
-                f"model and loss.backward(), with which the step is taken; {REMEDY}"
-            )
         if self.is_taken:
             self._take_more(root)
             return
@@ -199,10 +205,10 @@ class Pending(Outputs):
                 "a loss is made of outputs of a call of which a step is taken already, and whose "
                 f"forward writes buffers, which it would do once more; {REMEDY}"
             )
+        self._take_for(root, [])
         if not self.steps.takes_more and self.steps.groups.rank == 0:
             warn_of_more()
         self.steps.takes_more = True
-        self._take_for(root, [])
 
     def _take_for(self, root: int, results: Sequence[int]) -> None:
         """Takes it, and keeps these results."""
@@ -211,6 +217,7 @@ class Pending(Outputs):
         # The model's in the order in which they were made: it may write buffers.
         calls.sort(key=lambda c: self.calls[c.first].turn if c.func is forward else math.inf)
         self.tape.check_unchanged(calls)
+        refused = self._refusal(calls)
         mark = mark_of(calls, root, *results)
         extras = {k: self.tape.extras[k] for c in calls for k in c.extras()}
         kwargs = {**self.call.kwargs, EXTRA: extras}
@@ -219,7 +226,10 @@ class Pending(Outputs):
         words = [(c.name, c.key[1:], c.first) for c in calls], root, *results
         told = f"loss.backward() (mark {zlib.crc32(repr(words).encode()):x})"
         (dtype, enabled), kind = self.call.autocast, self.steps.device.type
+        told += f", which it refuses: {refused}" if refused else ""  # for ranks that do not
         with self.call.within(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+            if refused:
+                raise ConfigError(refused)
             step, kwargs = self._compiled(form, kwargs, extras)
             if not self.is_taken and all(call.again is None for call in self.calls.values()):
                 taken = self.train(step, self.call.args, kwargs, self.call.number)
@@ -230,6 +240,15 @@ class Pending(Outputs):
         self.roots.add(root)
         shown = outputs_of(step.recording, {}, str)
         self._has(step, result, {shown.outputs[str(p)]: p for p in results})
+
+    def _refusal(self, noted: Sequence[Noted]) -> str:
+        """Why this rank cannot take a step of these calls; empty where it can."""
+        if any(call.around() != call.before for call in self.calls.values()):
+            return _CHANGED
+        calls = {0: self.call} | {c.first: self.calls[c.first] for c in noted if c.func is forward}
+        if not all(later.follows(call) for call, later in pairwise(calls.values())):
+            return _WRITTEN
+        return ""
 
     def _train_again(self, train: Train, step: CompiledStep, kwargs: Mapping[str, Any]) -> Taken:
         """The training step, behind its forwards: what these have changed stays as it is."""

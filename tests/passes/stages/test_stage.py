@@ -12,7 +12,7 @@ from merakc.errors import CutError, PlanError
 from merakc.frontend.record import record
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, InputKind, OutputKind
-from merakc.lowering.lowered import TRAINING, training_graph, with_outputs
+from merakc.lowering.lowered import TRAINING, training_graph
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.machines.cluster_files import preset
 from merakc.passes.batches.recorded import in_parts
@@ -25,10 +25,10 @@ from merakc.passes.stages.stage import (
     split_stages,
     stage_runs,
     stages_of_runs,
-    transfer_stages,
     update_nodes,
     value_name,
 )
+from merakc.passes.stages.transfer import transfer_stages
 from tests.coupled_models import ROUTED
 from tests.frontend.small import randn
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded
@@ -302,29 +302,6 @@ def test_too_many_stages_are_refused() -> None:
         assign_stages(graph, shard(graph, 1), 50, NOMINAL_CPU)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
-@pytest.mark.parametrize("mode", ["eval", "longer"])
-def test_another_recording_finds_its_parameters(name: str, mode: str) -> None:
-    case = eager(name)
-    planned = training(name)
-    stages = stages_of(planned, 4)
-    held = holders(stages)
-    batch = dict(case.batch)
-    if mode == "longer":
-        batch = {k: torch.cat([v, v]) for k, v in batch.items()}
-    case.model.train(mode != "eval")
-    try:
-        other = record(case.model, (), batch).graph
-    finally:
-        case.model.train()
-    graph = with_outputs(other, other.outputs) if mode == "eval" else training_graph(other)
-    of = transfer_stages(graph, planned, stages.of, held)
-    split = split_stages(graph, of, 4, shard(graph, 1))
-    assert all(t.source_stage < t.target_stage for t in split.transfers)
-    for parameter, own in holders(split).items():
-        assert set(own) <= set(held[parameter]), parameter
-
-
 class Grown(nn.Module):
     """A value that is much larger than its parameter only where the batch is."""
 
@@ -351,16 +328,6 @@ def test_stages_make_only_what_they_hold_the_parameters_of() -> None:
     assert len(held["bias"]) == 1
     split = split_stages(many, transfer_stages(many, few, stages.of, held), 2, shard(many, 1))
     assert holders(split) == held
-
-
-def test_a_recording_that_goes_back_is_refused() -> None:
-    graph = small(Small())
-    names = {n.name: n for n in graph.nodes}
-    of = {n: 0 for n in names if n not in shared_nodes(graph)}
-    with pytest.raises(PlanError, match="plan with this batch"):
-        transfer_stages(graph, graph, of, {
-            "first.weight": (1,), "first.bias": (1,), "last.weight": (0,), "last.bias": (0,),
-        })  # fmt: skip
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -178,6 +178,74 @@ def test_calls_of_one_step_draw_each_its_own() -> None:
         consistent(model, lambda one, _: one["p"].sum().item())
 
 
+class Summing(nn.Module):
+    """Keeps the mean of what it has seen, and gives it with its outputs."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs, and what was seen with them."""
+        out: torch.Tensor = self.layer(x)
+        self.seen = 0.5 * self.seen + 0.5 * out.detach().mean(0)
+        return out + self.seen
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_nothing_else_writes_buffers_between_the_calls_of_a_step(between: bool) -> None:
+    ours = merakc.auto_parallel(build(Summing), X, cluster=NOMINAL_CPU, dp=1)
+    plain = build(Summing)
+    losses = []
+    for model in (plain, ours):
+        one = model(X)
+        if between:
+            model(X * 3)
+        two = model(X * 2)
+        losses.append((one * two).mean())
+    if between:
+        with pytest.raises(ConfigError, match="wrote buffers that the model's outputs are made"):
+            losses[1].backward()
+        return
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
+    assert_close(ours.full_gradients(), gradients(plain))
+    assert_close(ours.full_state_dict(), plain.state_dict())
+
+
+def remembered(model: Any) -> float:
+    """An output of a step that was taken, in the loss of the next."""
+    first = model(X)
+    kept = first.detach()
+    F.cross_entropy(first, Y).backward()
+    loss = (model(X * 2) - kept).square().mean()
+    loss.backward()
+    return round(loss.item(), 12)
+
+
+def test_detached_outputs_of_an_earlier_step() -> None:
+    alike(remembered)
+
+
+def under_autocast(model: Any) -> float:
+    """Gone back through outside the block, as torch's pages do."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(X).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def test_backward_may_stand_behind_autocast() -> None:
+    ours, plain = normed(), build(Normed)
+    assert under_autocast(ours) == pytest.approx(under_autocast(plain), rel=1e-2)
+    for name, wanted in gradients(plain).items():
+        torch.testing.assert_close(ours.full_gradients()[name], wanted, rtol=0.1, atol=1e-2)
+
+
 def two_calls(what: str) -> None:
     model = normed(dropout=0.5) if what == "draws and writes" else normed()
     batch = X.clone()
