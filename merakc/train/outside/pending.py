@@ -81,6 +81,7 @@ class Pending(Outputs):
         first = self.tape.join(other.tape, other.call.given, other.call.autocast)
         self.calls |= {first + place: call for place, call in other.calls.items()}
         self.known |= {first + place: value for place, value in other.known.items()}
+        self.versions |= {first + place: n for place, n in other.versions.items()}
         for place, shown in other.tape.shown.items():
             shown.source, shown.place = self, first + place
             self.tape.shown[shown.place] = shown
@@ -248,6 +249,11 @@ class Pending(Outputs):
         calls = {0: self.call} | {c.first: self.calls[c.first] for c in noted if c.func is forward}
         if not all(later.follows(call) for call, later in pairwise(calls.values())):
             return _WRITTEN
+        if any(self.known[place]._version != n for place, n in self.versions.items()):
+            return (
+                "the value of an output, or of what was made of it, was written into since it was "
+                f"read, which a step does not do; use a call that returns a new tensor, or {REMEDY}"
+            )
         return ""
 
     def _train_again(self, train: Train, step: CompiledStep, kwargs: Mapping[str, Any]) -> Taken:

@@ -45,6 +45,7 @@ class Outputs(Source):
         grad = call.trains and any(p.requires_grad for p in steps.agreement.parameters())
         self.tape = Tape([x if grad else x.detach() for x in forms], steps.device)
         self.known: dict[int, torch.Tensor] = {}
+        self.versions: dict[int, int] = {}  # of values that were read
         self.roots: set[int] = set()  # the places of losses of which steps are taken
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
         if taken is not None:
@@ -100,7 +101,7 @@ class Outputs(Source):
         if form.requires_grad and not value.requires_grad:
             plain = value.detach()
             value = unreachable(lambda: plain, UNSEEN)
-        self.known[place] = value
+        self.known[place], self.versions[place] = value, value._version
         return value
 
     def _found(self, place: int) -> torch.Tensor:

@@ -36,3 +36,13 @@ def test_a_mark_is_that_of_the_same_calls() -> None:
     )
     assert mark_of([one], 1) == mark_of([one], 1)
     assert len({mark_of([one], 1), mark_of([two], 1), mark_of([one], 2)}) == 3
+
+
+def test_a_value_that_was_written_into_is_not_that_of_the_step() -> None:
+    model = normed()
+    logits = model(X)
+    F.cross_entropy(logits, Y).backward()
+    logits.detach().zero_()
+    loss = logits.softmax(-1).square().mean()
+    with pytest.raises(ConfigError, match="was written into since it was read"):
+        loss.backward()
