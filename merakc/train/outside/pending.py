@@ -19,12 +19,7 @@ from merakc.ir.batches import Rows
 from merakc.train.besides import Nothing
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.outputs import outputs_of
-from merakc.train.outside.deferred import (
-    Deferred,
-    Source,
-    deferred_in,
-    meets_parameters,
-)
+from merakc.train.outside.deferred import Deferred, Source, deferred_in, meets_parameters
 from merakc.train.outside.noted import EXTRA, PLAIN, Noted, Replay, forward
 from merakc.train.outside.tape import ValuesWantedError
 from merakc.train.outside.values import Outputs, Taken, Train, mark_of
@@ -238,6 +233,7 @@ class Pending(Outputs):
                 taken = self._train_again(self.train, step, kwargs)
         loss, result, self.gradients = taken
         self.is_taken, self.known[root] = True, loss
+        self.versions.pop(root, None)  # of what was read before
         self.roots.add(root)
         shown = outputs_of(step.recording, {}, str)
         self._has(step, result, {shown.outputs[str(p)]: p for p in results})
