@@ -102,6 +102,19 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
+class Held(dict[str, torch.Tensor]):
+    """A rank's parameters and buffers as graphs take them, apart from autograd, made when asked."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.state = state
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        """The tensor of this name."""
+        self[name] = found = plain(self.state[name]).detach()
+        return found
+
+
 places: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # of the parameters and buffers of living models

@@ -15,13 +15,16 @@ FORWARDED = frozenset(
 RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
 SWAPS = frozenset({"aten.t.default", "aten.transpose.int"})  # undone by being done again
 VIEWS = RESHAPES | SWAPS
+CAT, SLICE = "aten.cat.default", "aten.slice.Tensor"
 
 
 def simplify(graph: Graph) -> Graph:
     """The same function with forwarding nodes gone, equal calls merged, dead nodes removed.
 
     A reshape of a reshape reads the first one's argument, and a view that gives back what it was
-    given (a transpose undone, an expansion to the same shape) goes.
+    given (a transpose undone, an expansion to the same shape) goes. So does a `cat` of one tensor
+    and of empty ones, as caches of keys and values make, but where callers get it: they may go by
+    its strides.
 
     Every op of a traced graph is a pure function of its arguments, so that two calls alike give
     one value. Collectives are merged too: all ranks of a group run the same graph.
@@ -31,6 +34,7 @@ def simplify(graph: Graph) -> Graph:
     nodes: list[Node] = []
     views: dict[Ref, Node] = {}
     specs = graph.specs()
+    given_out = {o.ref for o in graph.outputs}
 
     def now(ref: Ref) -> Ref:
         return replaced.get(ref, ref)
@@ -44,6 +48,11 @@ def simplify(graph: Graph) -> Graph:
         if node.op in FORWARDED or _gives_back(node, args, specs):
             replaced[Ref(node.name)] = args[0]
             continue
+        if node.op == CAT and Ref(node.name) not in given_out:
+            full = [part for part in args[0] if specs[part].numel]
+            if len(full) == 1 and specs[full[0]] == node.spec:
+                replaced[Ref(node.name)] = full[0]
+                continue
         if node.op in SWAPS and args[0] in views and _undoes(node, args, views[args[0]]):
             replaced[Ref(node.name)] = views[args[0]].args[0]
             continue
@@ -75,10 +84,9 @@ def _traced(node: Node, args: Any, kwargs: Any) -> Node:
 
 
 def _gives_back(node: Node, args: tuple[Any, ...], specs: Mapping[Ref, TensorSpec]) -> bool:
-    """Whether a view or cast changes neither shape nor dtype."""
-    if node.op in RESHAPES or node.op == "aten.expand.default":
-        return specs[args[0]] == node.spec
-    return node.op == "aten._to_copy.default" and specs[args[0]] == node.spec
+    """Whether a view, a slice or a cast changes neither shape nor dtype."""
+    kept = node.op in RESHAPES or node.op in ("aten.expand.default", "aten._to_copy.default", SLICE)
+    return kept and specs[args[0]] == node.spec
 
 
 def _undoes(node: Node, args: tuple[Any, ...], before: Node) -> bool:
