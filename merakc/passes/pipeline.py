@@ -27,6 +27,7 @@ from merakc.passes.autodiff.simplify import simplify
 from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.batches.part import with_keys
 from merakc.passes.batches.recorded import in_parts
+from merakc.passes.forward.activations import with_activations
 from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.loops import rolled
@@ -96,10 +97,6 @@ def _gather(graph: Graph, tp: int, gathered: bool | None) -> Graph:
     return gather_all(graph) if gathered else graph
 
 
-def _spmd_partition(graph: Graph, at: StageOptions) -> Graph:
-    return spmd_partition(graph, at.stages.sharding, at.lane)
-
-
 def _divide(local: Graph, at: StageOptions) -> Graph:
     parts = at.in_parts
     if parts is None:
@@ -116,10 +113,8 @@ def _fuse(local: Graph, at: StageOptions) -> Graph:
 
 
 def _chunk_rows(local: Graph, at: StageOptions) -> Graph:
-    chunks = at.plan.row_chunks
-    if not (chunks and at.train) or at.in_parts is not None:
-        return local
-    if any(n.op in PIPELINED for n in local.nodes):  # fused instead
+    chunks, fused = at.plan.row_chunks, any(n.op in PIPELINED for n in local.nodes)
+    if not (chunks and at.train) or at.in_parts is not None or fused:
         return local
     return chunk_rows(local, chunks, at.others())
 
@@ -131,7 +126,11 @@ def _freeze(graph: Graph, at: StageOptions) -> Graph:
 
 
 def _split_backward(stage: StageGraphs, at: StageOptions) -> StageGraphs:
-    if ActionKind.INPUT_GRAD not in at.kinds or stage.backward is None:
+    return stage if ActionKind.INPUT_GRAD not in at.kinds else _split(stage)
+
+
+def _split(stage: StageGraphs) -> StageGraphs:
+    if stage.backward is None:
         return stage
     input_grad, weight_grad = split_backward(stage)
     return replace(stage, input_grad=input_grad, weight_grad=weight_grad)
@@ -214,6 +213,10 @@ RECORDED: Final = (
         "constant-masks", "Takes out masks that hold for every batch of these shapes.",
         Kind.RECORDED, Kind.RECORDED, with_known_masks,
     ),
+    Pass(
+        "activations", "Takes GELU and SiLU that a model writes out for torch's own calls.",
+        Kind.RECORDED, Kind.RECORDED, with_activations,
+    ),
 )  # fmt: skip
 # Of the recording of a part, which `in_parts` takes with what is found of the whole batch.
 KEYED: Final = (
@@ -252,7 +255,8 @@ CUT: Final = (
 LOCAL: Final = (
     Pass(
         "spmd-partition", "Gives a lane its parts of values, with the collectives between them.",
-        Kind.STAGE, Kind.LOCAL, _spmd_partition,
+        Kind.STAGE, Kind.LOCAL,
+        lambda graph, at: spmd_partition(graph, at.stages.sharding, at.lane),
     ),
     Pass(
         "sub-batches", "Divides a micro-batch so that one part computes while another waits.",
@@ -384,12 +388,8 @@ class PiecesOf:
     def __call__(self, local: Graph) -> StageGraphs:
         """The pieces, of calls that run one by one."""
         stage = _made_again(local.told(called_pieces), self.recompute, self.kept)
-        if stage.backward is None:
-            return stage
-        if self.split:
-            input_grad, weight_grad = split_backward(stage)
-            stage = replace(stage, input_grad=input_grad, weight_grad=weight_grad)
-        if not self.checkpoint:
+        stage = _split(stage) if self.split else stage
+        if not self.checkpoint or stage.backward is None:
             return stage
         return _with_checkpoint(stage, self.keep_bytes, self.tp, self.cp)
 
