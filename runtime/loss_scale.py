@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,6 +24,7 @@ FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000  # those of torch.amp.GradScaler
 # The smallest normal number of float16: what overflows with it, overflows before it is scaled.
 LEAST_SCALE = 2.0**-14
+_KIND = attrgetter("device", "dtype")
 
 
 def check_on_nonfinite(given: str | None) -> None:
@@ -102,12 +104,12 @@ def unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor |
     look at them all. A number above zero where one is not finite; None of no elements.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for own in gradients:
-        if own.numel():
-            own = torch.view_as_real(own) if own.is_complex() else own
-            kinds.setdefault((own.device, own.dtype), []).append(own)
+    own = [gradient for gradient in gradients if gradient.numel()]
+    for kind, gradient in zip(map(_KIND, own), own, strict=True):
+        kinds.setdefault(kind, []).append(gradient)
     found: dict[torch.device, torch.Tensor] = {}
-    for (device, _), tensors in kinds.items():
+    for (device, dtype), tensors in kinds.items():
+        tensors = [torch.view_as_real(t) for t in tensors] if dtype.is_complex else tensors
         bad = found.setdefault(device, _float32(0.0, device))
         _unscale(tensors, bad, factor)
     numbers = sorted(found.values(), key=lambda bad: bad.device.type == "cpu")  # the device's first

@@ -79,18 +79,16 @@ class ParallelModel(Forwards):
         book: Bookkeeper | None,
     ) -> None:
         """Has these steps, and the tensors that they read, in the place of any before."""
-        keep = object.__setattr__  # nothing of ours may look like a child of the model
-        own = {"_steps": steps, "_aliases": dict(aliases), "_simulation": simulation, "_book": book}
-        own |= {"_last_events": (), "_last_collectives": ()}
-        for name, value in own.items():
-            keep(self, name, value)
+        own = vars(self)  # nothing of ours may look like a child of the model
+        own |= {"_steps": steps, "_aliases": dict(aliases), "_simulation": simulation}
+        own |= {"_book": book, "_last_events": (), "_last_collectives": ()}
         for part in self.modules():
             part._let_go()  # type: ignore[operator]
         parts = any(place_of(t) is not None for t in steps.state.values())
-        keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
+        own["_in_parts"] = parts or steps.groups.mesh.pp > 1
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
-        keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
-        keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
+        own["_trained"] = trained = {n: p for n, p in parameters.items() if p.requires_grad}
+        own["_frozen"] = {n: p for n, p in parameters.items() if not p.requires_grad}
         shown = {
             name: steps.state[name] if name in steps.state else stand_in(place, steps.device)
             for name, place in steps.placements.items()
@@ -106,15 +104,18 @@ class ParallelModel(Forwards):
         steps.agreement.parameters = self.parameters
         held = steps.placements, steps.groups, steps.state, steps.sharded
         steps.agreement.weights = Replicas(*held, steps.written)
-        absent = {n: p for n, p in shown.items() if p.requires_grad and n not in steps.state}
-        keep(self, "_empty", absent)
-        keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
+        own["_empty"] = absent = {
+            n: p for n, p in shown.items() if p.requires_grad and n not in steps.state
+        }
+        own["_owners"] = Owners(steps.placements, steps.groups, steps.sharded, steps.device)
+        every = trained | absent
+        # In one order on all ranks, so that hooks that ask for norms ask for the same ones.
+        own["_handed"] = [(n, every[n]) for n in self._own("_owners").place if n in every]
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
             follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
         refuse_ddp()
-        memory = Memory(partial(part_at, self), steps.state, told, steps.sharded)
-        keep(self, "_memory", memory)
+        own["_memory"] = Memory(partial(part_at, self), steps.state, told, steps.sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """Another model under the same plan, of a copy of the user's: it has parameters of its own,
@@ -290,11 +291,9 @@ class ParallelModel(Forwards):
                     "compiled; leave it trainable before auto_parallel, and freeze it behind that "
                     "(requires_grad_(False)): it may then change between steps"
                 )
-        empty = {} if skipped else self._own("_empty")
-        every = self._own("_trained") | empty
-        # In one order on all ranks, so that hooks that ask for norms ask for the same ones.
-        order = (n for n in self._own("_owners").place if n in every)
-        wanted = [(n, every[n]) for n in order if every[n].requires_grad]
+        empty = self._own("_empty")
+        left = empty if skipped else ()
+        wanted = [(n, p) for n, p in self._own("_handed") if p.requires_grad and n not in left]
         sharded = self._own("_steps").sharded
         behind = sharded.updates.ended(gradients) if sharded and sharded.updates else None
         held = empty.keys() & self._own("_steps").reached  # by other stages

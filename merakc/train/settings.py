@@ -40,6 +40,7 @@ class Settings:
         self._things: list[Any] = []  # what is told apart by identity
         self._key: tuple[tuple[str, str], ...] = ()
         self._told: tuple[tuple[str, str], ...] | None = None
+        self.seen: tuple[tuple[bool, ...], tuple[tuple[str, str], ...]] = (), ()  # at the last look
         self._begin()
 
     def _begin(self) -> None:
@@ -56,6 +57,11 @@ class Settings:
             yield self._told
         finally:
             self._told = None
+
+    def now(self) -> tuple[tuple[bool, ...], tuple[tuple[str, str], ...]]:
+        """The modes, and what is `changed`."""
+        self.seen = self.modes(), self.changed()
+        return self.seen
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
@@ -80,11 +86,6 @@ class Settings:
             found |= {f"order of {name}": keys for name, keys in self._first.orders()}
             told = {n: repr(describe(x, self._leaf)) for n, x in (written | found | others).items()}
             self._key = tuple(sorted((dict(self._before) | told).items()))
-        return self._key
-
-    @property
-    def seen(self) -> tuple[tuple[str, str], ...]:
-        """What was `changed` at the last look."""
         return self._key
 
     def settle(self) -> None:

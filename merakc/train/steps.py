@@ -139,8 +139,8 @@ class Steps:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: BatchLayout, form: Form
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
-        modes = self.settings.modes(), self.settings.changed()
-        return signature(args, kwargs), layout.sizes, modes, surroundings(self.device), form
+        settings, around = self.settings.now(), surroundings(self.device)
+        return signature(args, kwargs), layout.sizes, settings, around, form
 
     def add(
         self,
@@ -297,7 +297,7 @@ class Steps:
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
             check_lengths(step.facts, group)
-        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen[1]])
         self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
         self.agreement.forward = step.mark if self.alike else ""

@@ -183,7 +183,7 @@ def test_what_was_comes_back(name: str) -> None:
         CHANGES[name](model)
         key = settings.changed()
         assert key
-        assert settings.changed() is settings.seen is key
+        assert settings.now() == settings.seen == (settings.modes(), key)
         model.table["a"]["v"] = 3
         assert settings.changed() not in ((), key)
         del model.table["a"]["v"]

@@ -57,9 +57,9 @@ class Called:
         self.autocast = autocast_of(self.steps.device)
         self.before = self.around(self.steps.settings.seen)
 
-    def around(self, settings: Any = None) -> tuple[Any, ...]:
+    def around(self, seen: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """What another forward goes by: versions, and of an evaluation, whose outputs may be read
-        after `p.data.copy_(average)`, the weights; `settings` where they were looked at.
+        after `p.data.copy_(average)`, the weights; and settings, where they are not `seen` yet.
         """
         steps = self.steps
         held = [t for name, t in steps.state.items() if name not in self.step.written]
@@ -67,8 +67,7 @@ class Called:
         versions = [marks(x) for x in given if isinstance(x, torch.Tensor)]
         unread = [] if self.kept else held
         weights = [t._version for t in held] if self.trains else [crc_of(plain(t)) for t in unread]
-        seen = steps.settings.changed() if settings is None else settings
-        return (weights, versions), steps.settings.modes(), seen
+        return (weights, versions), *(steps.settings.now() if seen is None else seen)
 
     def is_like(self, other: Called) -> bool:
         """Whether the model's modes and settings were those of another call."""
