@@ -7,13 +7,14 @@ by less than a hundred-millionth of the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
 from merakc.ir.costs import StageCost
 from merakc.ir.plan_file import Prediction
-from merakc.ir.program import Program
+from merakc.ir.program import ActionKind, Program
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import cost_table, planned_costs, prediction_of
 from merakc.machines.cluster import Cluster
@@ -24,8 +25,6 @@ from merakc.simulation.steady import LeftOut, UnsteadyError
 
 # Behind how many micro-batches a rank periods are looked at, one after the other.
 WARM = (2, 4, 8)
-# Periods that are simulated: two that are compared, and one to be sure.
-PERIODS = 3
 # A step is simulated whole where the short one is no shorter than that share of it.
 WORTH = 0.6
 _Step = tuple[tuple[Program, ...], LeftOut | None]
@@ -72,15 +71,33 @@ class Steps:
         plan = self.lowered.plan
         if plan.order or self.lowered.head_stage is not None:
             return
-        # The stages of a rank take turns on as many micro-batches as there are ranks, and where
-        # these wait for each other so many may pass until all is the same again.
-        several = len(plan.rank_of) > plan.pp
+        # The stages of a rank take turns on as many micro-batches as there are ranks. Where ranks
+        # wait for each other, as many may pass until all is the same again as are on their way.
+        several, ahead = len(plan.rank_of) > plan.pp, self._ahead()
+        ends = [(t.source_stage, t.target_stage) for t in self.lowered.stages.transfers]
+        reach = max((ahead[source] - ahead[target] for source, target in ends), default=0)
         for count in WARM:
-            period = plan.pp if several or count > WARM[0] else 1
+            period = plan.pp if several else max(ahead) if count > WARM[0] else 1
             first = count * plan.pp
-            periods = (plan.micro_batches - first - plan.pp) // period - PERIODS
+            # The stages of a rank may begin a period in turn.
+            alike = 1 + max(1, math.ceil(reach / period)) + several
+            periods = (plan.micro_batches - first - plan.pp) // period - alike - 1  # to be sure
             if periods * period > (1 - WORTH) * plan.micro_batches:
-                yield LeftOut(first, period, periods)
+                yield LeftOut(first, period, periods, alike)
+
+    def _ahead(self) -> list[int]:
+        """How many micro-batches the forward of a stage is ahead of its backward, by stage."""
+        plan = self.lowered.plan
+        count = min(plan.micro_batches, WARM[0] * len(plan.rank_of))
+        few = replace(plan, micro_batches=count, batch_size=count * plan.samples)
+        found = [0] * len(plan.rank_of)
+        for order in replace(self.lowered, plan=few).schedule.orders:
+            backward: set[int] = set()
+            for action in order:
+                backward |= {action.stage} if action.kind.sends_gradients else set()
+                ahead = action.kind is ActionKind.FORWARD and action.stage not in backward
+                found[action.stage] += ahead
+        return found
 
     def _without(self, left_out: LeftOut) -> tuple[Program, ...]:
         plan = self.lowered.plan

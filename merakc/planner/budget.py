@@ -7,6 +7,7 @@ less as a rank was over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -59,20 +60,49 @@ def _fastest(found: _Chosen, limits: Sequence[int]) -> Lowered:
     everything = found.everything()
     if _lacks(everything, limits) <= 0:
         return everything
-    free = [limit - static for limit, static in zip(limits, found.static_bytes, strict=True)]
-    best: Lowered | None = None
+    ranks = [_Rank(most, most - own) for most, own in zip(limits, found.static_bytes, strict=True)]
+    fit = list[Lowered]()
     for _ in range(ROUNDS):
-        made = found.within(free)
+        made = found.within([rank.free for rank in ranks])
         peaks = _prediction(made).peak_bytes
-        over = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
-        if max(over) <= 0 and (best is None or _seconds(made) < _seconds(best)):
-            best = made
-        each = zip(free, over, limits, strict=True)
-        again = [own if -LEFT * most <= more <= 0 else own - more for own, more, most in each]
-        if again == free:
+        fit += [made] if _lacks(made, limits) <= 0 else []
+        if not sum(rank.looks_on(peak) for rank, peak in zip(ranks, peaks, strict=True)):
             break
-        free = again
-    return best or _least([found.within([0] * len(limits)), found.full()], limits)
+    if not fit:  # all at once
+        made = found.within([rank.low for rank in ranks])
+        fit += [made] if _lacks(made, limits) <= 0 else []
+    return min(fit, key=_seconds, default=None) or _least(
+        [found.within([0] * len(limits)), found.full()], limits
+    )
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What a rank's stages may keep for micro-batches: `free` bytes are tried next. With `low` it
+    was within its limit, with `high` it was not.
+    """
+
+    limit_bytes: int
+    free: int
+    low: int = 0
+    high: float = math.inf
+    peak_bytes: int = 0  # of the last round
+
+    def looks_on(self, peak_bytes: int) -> bool:
+        """Takes what came of a round; whether another number of bytes is to be tried."""
+        over, before, self.peak_bytes = peak_bytes - self.limit_bytes, self.peak_bytes, peak_bytes
+        if over <= 0:
+            self.low = max(self.low, self.free)
+        else:
+            self.high = min(self.high, self.free)
+        if -LEFT * self.limit_bytes <= over <= 0:
+            return False
+        last, self.free = self.free, self.free - over
+        # As much less as it was over may change nothing: then half way to what was within.
+        if peak_bytes == before or not self.low < self.free < self.high:
+            known = self.high if self.high < math.inf else self.free
+            self.free = int(self.low + known) // 2
+        return self.free != last
 
 
 def _limits(found: _Chosen, cluster: Cluster, budget: Budget | None) -> Sequence[int]:

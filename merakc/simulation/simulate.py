@@ -195,6 +195,8 @@ class _Rank:
     def receive(self, action: Action) -> None:
         start_s, message = self.clock.now_s, self.links.coming(self.rank, action).popleft()
         self.held.receive(action, start_s)
+        if self.pace is not None:
+            self.pace.arrived(message.arrives_s)
         self.clock.idle(max(0.0, message.arrives_s - start_s))
         if self.traced and action.peer != self.rank:
             waited_s = max(0.0, self.clock.now_s - max(start_s, message.sent_s))

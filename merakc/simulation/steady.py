@@ -1,8 +1,10 @@
 """Steps of many micro-batches, from simulations of fewer.
 
 Between its warm-up and its cool-down a pipeline does the same again with each period of
-micro-batches. Where a simulation shows that, in the same time and with the same bytes on all ranks,
-the periods that it leaves out take as long each as those that it has.
+micro-batches. When everything ends in a period follows from when it ended in some periods before:
+where all of these were alike on all ranks, computes, messages and bytes, so are those that come.
+Two alike are not enough where a message is read some periods after it was sent: a zero-bubble
+pipeline of two ranks took 377, 377 and 414 µs for three micro-batches, again and again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from merakc.costs.streams import Streams
@@ -26,12 +29,13 @@ class UnsteadyError(Exception):
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """So many `periods`, of `period` micro-batches each, are left out behind the backwards of
-    `first` micro-batches and two periods more.
+    `first` micro-batches and of the periods that are to be `alike`: one more than messages reach.
     """
 
     first: int
     period: int
     periods: int
+    alike: int = 2
 
 
 class Seconds(NamedTuple):
@@ -65,9 +69,11 @@ class Pace:
     computes: int
     stages: int
     period: Seconds | None = None
-    _computed: int = 0
     _backwards: int = 0
-    _marks: list[tuple[Seconds, int, int]] = field(default_factory=list)
+    # Since the last mark: the ends of computes, and when messages arrived that were read.
+    _ends: list[float] = field(default_factory=list)
+    _arrivals: list[float] = field(default_factory=list)
+    _marks: list[tuple[Seconds, int, list[float], list[float]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, program: Program, left_out: LeftOut) -> Pace:
@@ -75,32 +81,45 @@ class Pace:
         first = [a for a in program.actions if a.kind.is_compute and a.micro_batch == 0]
         return cls(left_out, len(first), len({a.stage for a in first}))
 
+    def arrived(self, at_s: float) -> None:
+        """Notes when a message was there that is read now."""
+        self._arrivals.append(at_s)
+
     def note(self, kind: ActionKind, clock: Streams, busy_s: float, held_bytes: int) -> None:
-        """Notes the end of a compute. Raises `UnsteadyError` at the third mark, where the second
-        period was not as the first; there the clock gets what its collectives lag behind more with
+        """Notes the end of a compute. Raises `UnsteadyError` at the end of the periods that are to
+        be alike where they were not; there the clock gets what its collectives lag behind more with
         each period that is left out.
         """
-        self._computed += 1
+        self._ends.append(clock.now_s)
         self._backwards += kind.sends_gradients
         behind = self._backwards - self.stages * self.left_out.first
         marked = behind == self.stages * self.left_out.period * len(self._marks)
         if not (marked and kind.sends_gradients) or self.period is not None:
             return
         now = Seconds(clock.now_s, clock.exposed_s, clock.posted_s, busy_s, clock.left_s())
-        self._marks.append((now, self._computed, held_bytes))
-        if len(self._marks) == 3:
+        self._marks.append((now, held_bytes, self._ends, self._arrivals))
+        self._ends, self._arrivals = [], []
+        if len(self._marks) == 1 + self.left_out.alike:
             self.period = self._checked()
             clock.fall_behind(self.left_out.periods * self.period.left_s)
 
     def _checked(self) -> Seconds:
         """The seconds of a period."""
-        (first, *before), (second, *between), (third, *after) = self._marks
-        took, computes = third.since(second), self.computes * self.left_out.period
+        took = self._marks[-1][0].since(self._marks[-2][0])
         least_s = SAME * took.now_s
+        computes = self.computes * self.left_out.period
+        figures: list[list[float]] = []
+        for (start, *_), (now, _, ends, arrivals) in pairwise(self._marks):
+            if len(ends) != computes or len(arrivals) != len(self._marks[-1][3]):
+                raise UnsteadyError
+            figures.append([*now.since(start), *(s - start.now_s for s in ends + arrivals)])
         if (
-            any(abs(s) > least_s for s in took.since(second.since(first)))
-            or [between[0] - before[0], after[0] - between[0]] != [computes] * 2
-            or not before[1] == between[1] == after[1]
+            any(
+                abs(s - e) > least_s
+                for own in figures
+                for s, e in zip(own, figures[-1], strict=True)
+            )
+            or len({held_bytes for _, held_bytes, _, _ in self._marks}) > 1
             or took.left_s < -least_s
         ):
             raise UnsteadyError

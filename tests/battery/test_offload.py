@@ -142,7 +142,7 @@ def test_only_what_the_device_has_no_room_for_moves() -> None:
     moved = train("gpt2", room, offload="auto", recompute="none")
     assert_same_bits(kept, moved)
     assert 0 < moved.shares[0] < 0.6
-    assert 0.9 * room.memory_bytes < moved.measured <= room.memory_bytes
+    assert 0.85 * room.memory_bytes < moved.measured <= room.memory_bytes
     assert train("gpt2", offload="auto").shares == ()
 
 

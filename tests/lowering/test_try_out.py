@@ -48,6 +48,18 @@ def assert_same(found: Lowered, cluster: Cluster, steps: Steps | None = None) ->
     assert tried.step_s == short.step_s
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "merak"])
+def test_links_of_any_speed_have_steady_steps(schedule: str) -> None:
+    """A message of zb-h2 is read two micro-batches after it was sent: on some links the third
+    takes longer than the two before it, again and again.
+    """
+    found = lowered(1, 2, schedule)
+    for exponent in range(70, 91):
+        cluster = replace(NOMINAL_CPU, link_bytes_per_s=10 ** (exponent / 10), sharing=None)
+        hardware = replace(cluster.described(2), overlap=0.3)
+        assert_same(found, replace(cluster, hardware=hardware))
+
+
 def figures(one: Simulation) -> list[float]:
     return [one.step_s, one.bubble_share, *one.busy_s, *one.exposed_s, *one.communication_s]
 

@@ -20,7 +20,7 @@ from merakc.planner.request import Request
 from merakc.planner.search import plan_layout
 from tests.recorded import one_of_several
 
-REQUEST = Request(2, 16, dp=1, tp=1, pp=2, micro_batches=4, schedule="1f1b", recompute="none")
+REQUEST = Request(2, 32, dp=1, tp=1, pp=2, micro_batches=4, schedule="1f1b", recompute="none")
 
 
 @cache
