@@ -1,27 +1,60 @@
-"""Whether anything in what a model's Python holds has moved, told in a millisecond."""
+"""Whether anything in what a model's Python holds has moved, told in a fraction of a millisecond.
+
+CPython counts how often a dict was changed (PEP 509), and torch's compiler has a call that tells
+it. Where no count has moved, no dict was written to, and what it holds is not looked at: that took
+three times as long. Where one has, and where torch has no such call any more, all that is in the
+dicts is compared.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from operator import call, is_, itemgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, compress, count
+from operator import is_, itemgetter, ne
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch._C._dynamo import guards
 
 from merakc.frontend.python.content import CONTAINERS, RANDOM, Names, slots
 from merakc.frontend.python.state import Change, Held, PythonState, differences, order_of
 from merakc.frontend.values.outside import WithLoss
 
+_NUMBERS = count()
+dict_version: Callable[[dict[Any, Any]], int] = getattr(
+    guards,
+    "dict_version",
+    lambda _: next(_NUMBERS),  # as if it had changed
+)
 # What holds the same for ever.
 _FIXED = (tuple, FunctionType, MethodType)
 _EMPTY = (dict, list, set, deque, OrderedDict)
 Lookups = tuple[dict[str, Any], dict[str, bool]]
 """A namespace, and names in it that code goes by, with whether they are there."""
+
+
+class _Lookup:
+    """A namespace, and the names in it that code goes by."""
+
+    def __init__(self, space: dict[str, Any], names: dict[str, bool]) -> None:
+        there = [name for name, is_there in names.items() if is_there]
+        self.space = space
+        self._absent = frozenset(names).difference(there)
+        self._get = itemgetter(*there, there[0]) if there else lambda _: ()  # a tuple, of one too
+        self._there = Same(self._get(space))
+
+    def moved(self) -> bool:
+        """Whether another object has one of the names."""
+        if not self.space.keys().isdisjoint(self._absent):
+            return True
+        try:
+            return not self._there.are(self._get(self.space))
+        except KeyError:  # a name has gone
+            return True
 
 
 class Watch:
@@ -33,22 +66,25 @@ class Watch:
     def __init__(self, held: Iterable[Held], lookups: Iterable[Lookups] = ()) -> None:
         self._empty: list[Any] = []
         self._named: list[dict[str, Any]] = []  # of which the names alone count
-        self._whole: list[Any] = []  # dicts, lists and sets
-        self._globals: list[dict[str, Any]] = []  # and what gets the names that code goes by
-        self._gets: list[Callable[[Any], tuple[Any, ...]]] = []
-        self._absent: list[frozenset[str]] = []  # of those that are not there
-        self._lack: list[Callable[[frozenset[str]], bool]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._others: list[Any] = []  # lists and sets
         self._cells: list[CellType] = []
         self._rest: list[Held] = []
         self._drawn: list[Held] = []  # generators of random numbers
         for one in held:
             self._add(one)
-        for space, names in lookups:
-            self._add_names(space, names)
-        spaces = chain((s for s in self._whole if isinstance(s, dict)), self._named)
+        spaces = self._dicts + self._named
+        self._counted = [space for space in spaces if type(space) is dict]
+        self._uncounted = [space for space in spaces if type(space) is not dict]
         # Texts as keys are compared as such, in half the time; others by which they are.
-        self._texts = [s for s in spaces if all(type(key) is str for key in s)]
-        self._before, self._there = self._told(), Same(self._items())
+        self._texts = [space for space in spaces if all(type(key) is str for key in space)]
+        self._versions = self._versions_now()
+        self._keys, self._values = self._keys_now(), Same(gc.get_referents(*self._dicts))
+        self._sizes = list(map(len, self._others))
+        self._inside = Same(gc.get_referents(*self._others, *self._cells))
+        self._lookups = [_Lookup(*lookup) for lookup in lookups]
+        self._spaces = [lookup.space for lookup in self._lookups]
+        self._looked_up = list(map(dict_version, self._spaces))
 
     def _add(self, held: Held) -> None:
         value, content = held.value, held.content
@@ -60,68 +96,73 @@ class Watch:
         elif held.names_alone:
             self._named.append(value)
         elif isinstance(value, Names):  # of a class; other namespaces are among the lookups
-            self._whole += () if isinstance(value.space, dict) else (namespace(value.space),)
+            self._dicts += () if isinstance(value.space, dict) else (namespace(value.space),)
         elif type(value) in _EMPTY and not len(value):
             self._empty.append(value)
         elif type(value) in (list, set):
-            self._whole.append(value)
+            self._others.append(value)
         elif type(value) is CellType and content:
             self._cells.append(value)
         elif (
             type(fields) is dict and fields.keys() == content.keys() and not slots(type(value))
             and (fields is value or not isinstance(value, CONTAINERS))
         ):  # fmt: skip
-            self._whole.append(fields)
+            self._dicts.append(fields)
         else:
             self._rest.append(held)
 
-    def _add_names(self, space: dict[str, Any], names: dict[str, bool]) -> None:
-        there = [name for name, is_there in names.items() if is_there]
-        if there:
-            self._globals.append(space)
-            self._gets.append(itemgetter(*there, there[0]))  # a tuple, of one name too
-        if len(there) < len(names):
-            self._lack.append(space.keys().isdisjoint)
-            self._absent.append(frozenset(names).difference(there))
+    def _versions_now(self) -> list[Any]:
+        """How often dicts were changed, and of other mappings the names."""
+        return [*map(dict_version, self._counted), *map(tuple, self._uncounted)]
 
-    def _items(self) -> list[Any]:
-        """What is compared by identity: all that stands in containers, and under names."""
-        inside = gc.get_referents(*self._whole, *self._cells)
-        inside += chain.from_iterable(map(call, self._gets, self._globals))
-        return inside
-
-    def _told(self) -> tuple[list[int], list[str]]:
-        """What is compared by value: sizes, and keys."""
-        sizes = map(len, chain(self._whole, self._named))
+    def _keys_now(self) -> tuple[list[int], list[str]]:
+        """Of each dict how many there are, and those that are texts."""
+        sizes = map(len, chain(self._dicts, self._named))
         return list(sizes), list(chain.from_iterable(self._texts))
 
     def moved(self, *, drawn: bool = True) -> bool:
         """Whether anything has; without `drawn`, generators of random numbers may."""
         rest = chain(self._rest, self._drawn if drawn else ())
-        try:
-            return (
-                any(self._empty)
-                or self._told() != self._before
-                or not self._there.are(self._items())
-                or not all(map(call, self._lack, self._absent))
-                or any(order_of(h) is not None or any(True for _ in differences(h)) for h in rest)
-            )
-        except KeyError:  # a name has gone
+        return (
+            any(self._empty)
+            or list(map(len, self._others)) != self._sizes
+            or not self._inside.are(gc.get_referents(*self._others, *self._cells))
+            or self._dicts_moved()
+            or self._names_moved()
+            or any(order_of(h) is not None or any(True for _ in differences(h)) for h in rest)
+        )
+
+    def _dicts_moved(self) -> bool:
+        versions = self._versions_now()
+        if versions == self._versions:
+            return False
+        if self._keys_now() != self._keys or not self._values.are(gc.get_referents(*self._dicts)):
             return True
+        self._versions = versions
+        return False
+
+    def _names_moved(self) -> bool:
+        versions = list(map(dict_version, self._spaces))
+        if versions == self._looked_up:
+            return False
+        if any(one.moved() for one in compress(self._lookups, map(ne, versions, self._looked_up))):
+            return True
+        self._looked_up = versions
+        return False
 
 
 class Same:
     """Objects, to be compared by which they are, in a sixth of the time that a loop takes."""
 
-    def __init__(self, objects: list[Any]) -> None:
+    def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects  # none of them goes, so that no other can have its address
         self._addresses = self._of(objects)
 
     @staticmethod
-    def _of(objects: list[Any]) -> bytes:
+    def _of(objects: Sequence[Any]) -> bytes:
         return np.fromiter(objects, object, len(objects)).tobytes()
 
-    def are(self, objects: list[Any]) -> bool:
+    def are(self, objects: Sequence[Any]) -> bool:
         """Whether they are these, in this order."""
         return self._of(objects) == self._addresses
 
