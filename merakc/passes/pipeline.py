@@ -213,10 +213,6 @@ RECORDED: Final = (
         "constant-masks", "Takes out masks that hold for every batch of these shapes.",
         Kind.RECORDED, Kind.RECORDED, with_known_masks,
     ),
-    Pass(
-        "activations", "Takes GELU and SiLU that a model writes out for torch's own calls.",
-        Kind.RECORDED, Kind.RECORDED, with_activations,
-    ),
 )  # fmt: skip
 # Of the recording of a part, which `in_parts` takes with what is found of the whole batch.
 KEYED: Final = (
@@ -277,6 +273,10 @@ LOCAL: Final = (
     Pass(
         "loss-in-blocks", "Computes losses of many classes without all scores at once.",
         Kind.LOCAL, Kind.LOCAL, lambda local, at: without_scores(local),
+    ),
+    Pass(
+        "activations", "Call by call: GELU and SiLU that a model writes out as torch's own.",
+        Kind.LOCAL, Kind.LOCAL, lambda local, at: local if at.compiled else with_activations(local),
     ),
 )  # fmt: skip
 AUTODIFF: Final = (

@@ -20,12 +20,12 @@ from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.autodiff.shorten import shorten
 from merakc.passes.batches.recorded import BatchRecording, in_parts
-from merakc.passes.forward.grouped_heads import with_grouped_heads
-from merakc.passes.forward.scores import LEAST_BYTES, without_scores
+from merakc.passes.forward.scores import LEAST_BYTES
 from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
+from merakc.passes.stages.stage import called
 from merakc.planner.forms import experts_of
 
 # The pieces of a model without repeated blocks; and the least of any, so that what few blocks there
@@ -101,8 +101,7 @@ class PieceTable:
         graph, sharding = self._sharded(short, form)
         # Both recordings have all scores at once, or neither: what others need is in proportion.
         least_bytes = LEAST_BYTES * samples / min(samples, SAMPLES[0])
-        local = with_grouped_heads(spmd_partition(graph, sharding, 0))
-        local = without_scores(local, least_bytes)
+        local = called(spmd_partition(graph, sharding, 0), least_bytes)
         runs = PLAIN if len(counts) == 1 else -(-FEWEST // sum(counts))
         parts = part_runs(local, runs)
         assert len(parts) == len(counts), "blocks were lost where a graph was sharded"

@@ -28,7 +28,7 @@ PLACE = {name: k for k, name in enumerate(NAMES)}
 # Rough estimates of graphs that never run.
 ESTIMATES = {
     ("merakc/planner/piece_table.py", name)
-    for name in ("in_parts", "spmd_partition", "with_grouped_heads", "without_scores")
+    for name in ("in_parts", "spmd_partition")
 }
 
 

@@ -22,6 +22,7 @@ from merakc.ir.program import Transfer
 from merakc.ir.report import CutReport
 from merakc.ir.same import Same
 from merakc.machines.cluster import Cluster, Device
+from merakc.passes.forward.activations import with_activations
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.scores import without_scores
 from merakc.passes.sharding.experts.dispatch import uncut
@@ -56,13 +57,17 @@ class Stages:
     @cached_property
     def local(self) -> tuple[Graph, ...]:
         """The graph of each stage on the first lane, which holds no less than any other rank."""
-        local = (spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
-        return tuple(without_scores(with_grouped_heads(graph)) for graph in local)
+        return tuple(called(spmd_partition(graph, self.sharding, 0)) for graph in self.graphs)
 
     def without_nodes(self, same: Same) -> Stages:
         """What goes in and out of the stages, with the `same` values as others have."""
         graphs = tuple(graph.without_nodes(same) for graph in self.graphs)
         return Stages({}, graphs, self.transfers, Sharding(self.sharding.tp, {}, frozenset(), ()))
+
+
+def called(local: Graph, least_bytes: float | None = None) -> Graph:
+    """A lane's forward as its calls run one by one; for `least_bytes` see `without_scores`."""
+    return with_activations(without_scores(with_grouped_heads(local), least_bytes))
 
 
 WHOLE = CutReport("dp", 1.0, 1.0, cut_bytes=0, metis_load=1.0, metis_cut_bytes=0, metis_moves=0)
