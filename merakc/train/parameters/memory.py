@@ -18,6 +18,7 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.frontend.python.attributes import Attributes
+from merakc.frontend.python.watch import dict_version
 from merakc.runtime.part import plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
@@ -51,6 +52,8 @@ class Memory:
         self.trees = [(m, [*m._modules.items()]) for m in module_at("").modules()]
         self.modules = [module for module, _ in self.trees]
         self.hung = self._hang()
+        self.holders = list({id(held): held for _, held, _, _ in self.owners}.values())
+        self.versions = self._versions()
         self.attributes = Attributes(chain.from_iterable(_pairs(m) for m, _ in self.trees))
         self.forms = {n: (t.dtype, t.device, plain(t).shape) for n, t in tensors.items()}
         self.tensors = list(tensors.values())
@@ -94,15 +97,23 @@ class Memory:
         names, inside = chain.from_iterable(inner), chain.from_iterable(map(dict.values, inner))
         return list(names), list(map(len, inner)), list(inside)
 
+    def _versions(self) -> list[int]:
+        """How often the dicts of modules and of tensors were changed."""
+        inner = map(attrgetter("_modules"), self.modules)
+        return list(map(dict_version, chain(inner, self.holders)))
+
     def _unchanged(self) -> bool:
         """Whether modules hold the modules and tensors that they held, of the same forms: in loops
         in C.
         """
-        return (
-            self._hang() == self.hung
-            and all(map(is_, starmap(call, self.found), self.tensors))
-            and all(map(eq, map(_FORM, self.tensors), self.forms.values()))
-            and not any(map(attrgetter("requires_grad"), self.buffers))
+        versions = self._versions()
+        if versions != self.versions:
+            there = all(map(is_, starmap(call, self.found), self.tensors))
+            if not there or self._hang() != self.hung:
+                return False
+            self.versions = versions
+        return all(map(eq, map(_FORM, self.tensors), self.forms.values())) and not any(
+            map(attrgetter("requires_grad"), self.buffers)
         )
 
     def _check(self) -> None:
