@@ -29,7 +29,7 @@ from merakc.passes.recompute.solve import least_bytes, solve
 from merakc.report.units import format_bytes
 
 # How often a choice is held against its prediction, and the share of a budget that may be left.
-ROUNDS, LEFT = 6, 0.01
+ROUNDS, LEFT = 8, 0.01
 
 
 def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = None) -> Lowered:

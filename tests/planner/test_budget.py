@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import pytest
@@ -43,3 +44,15 @@ def test_each_rank_keeps_what_its_budget_lets_it(schedule: str, shares: tuple[fl
         assert max(by_bytes.prediction.peak_bytes) <= most
     with pytest.raises(ConfigError, match="at the least"):
         within_budget(none, NOMINAL_CPU, Budget(1 << 10))
+
+
+def test_a_larger_budget_is_hardly_slower() -> None:
+    """Each round lands where it lands; what is over is halved where less of it changes nothing."""
+    request = Request(2, 16, dp=1, tp=1, pp=2, micro_batches=4, schedule="1f1b", recompute="none")
+    none = plan_layout(request, recording, NOMINAL_CPU)
+    fastest_s = math.inf
+    for share in (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0):
+        made = within_budget(none, NOMINAL_CPU, Budget(share=share))
+        assert made.prediction is not None
+        assert made.prediction.step_s < 1.01 * fastest_s, share
+        fastest_s = min(fastest_s, made.prediction.step_s)
