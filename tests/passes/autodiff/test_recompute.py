@@ -112,7 +112,7 @@ def test_selective_runs_no_product_with_weights_again(name: str) -> None:
         assert made.recompute.nodes
         assert not [n for n in made.recompute.nodes if n.op in KEPT_BY_SELECTIVE]
         everything = kept_bytes(chunk, within_bytes(chunk, 1 << 60, GPU))
-        assert kept_bytes(chunk, selective(chunk)) < everything / 2
+        assert kept_bytes(chunk, selective(chunk)) < 0.55 * everything
 
 
 def test_more_bytes_never_take_longer() -> None:
