@@ -25,7 +25,7 @@ from merakc.runtime.groups import Channels
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.health.job import TIMEOUT_S, at_work
 from merakc.runtime.messages import Messages
-from merakc.runtime.part import Held
+from merakc.runtime.part import Handles
 from merakc.runtime.pieces import Compiler, Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.watch import Clock, Moment, Watch
@@ -187,7 +187,7 @@ class Step:
         self.messages = messages or Messages(
             executor.program, executor.specs, executor.device, executor.channels, executor.timeout_s
         )  # fmt: skip
-        self.known, self.held = known or {}, Held(executor.state)
+        self.known, self.handles = known or {}, Handles(executor.state)
         self.waist: dict[str, dict[int, torch.Tensor]] = {}  # by micro-batch
         self.whole: Tensors = {}
         self.written: dict[str, list[torch.Tensor]] = {}
@@ -303,9 +303,9 @@ class Step:
 
     def _given(self, stage: Stage, live: _Live, piece: Piece) -> list[torch.Tensor]:
         """The inputs of a piece; what no later one reads is held by nobody else from here on."""
-        held, values = self.held, live.values
+        handles, values = self.handles, live.values
         given = [
-            held[name]
+            handles[name]
             if name is not None
             else values[key]
             if key in values
@@ -324,7 +324,7 @@ class Step:
         for values in (live.values, live.inputs, stage.constants):
             if name in values:
                 return values[name]
-        return self.held[stage.targets[name] or name]
+        return self.handles[stage.targets[name] or name]
 
     def _tangent(self, stage: Stage, item: Input) -> torch.Tensor:
         # The loss counts once; what is handed on and no one differentiates counts nothing.

@@ -102,7 +102,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(torch.Tensor)
 
 
-class Held(dict[str, torch.Tensor]):
+class Handles(dict[str, torch.Tensor]):
     """A rank's parameters and buffers as graphs take them, apart from autograd, made when asked."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:

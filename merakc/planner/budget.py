@@ -66,7 +66,8 @@ def _fastest(found: _Chosen, limits: Sequence[int]) -> Lowered:
         made = found.within([rank.free for rank in ranks])
         peaks = _prediction(made).peak_bytes
         fit += [made] if _lacks(made, limits) <= 0 else []
-        if not sum(rank.looks_on(peak) for rank, peak in zip(ranks, peaks, strict=True)):
+        again = [rank.goes_on(peak) for rank, peak in zip(ranks, peaks, strict=True)]
+        if not any(again):
             break
     if not fit:  # all at once
         made = found.within([rank.low for rank in ranks])
@@ -88,7 +89,7 @@ class _Rank:
     high: float = math.inf
     peak_bytes: int = 0  # of the last round
 
-    def looks_on(self, peak_bytes: int) -> bool:
+    def goes_on(self, peak_bytes: int) -> bool:
         """Takes what came of a round; whether another number of bytes is to be tried."""
         over, before, self.peak_bytes = peak_bytes - self.limit_bytes, self.peak_bytes, peak_bytes
         if over <= 0:

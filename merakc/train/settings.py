@@ -60,8 +60,7 @@ class Settings:
 
     def now(self) -> tuple[tuple[bool, ...], tuple[tuple[str, str], ...]]:
         """The modes, and what is `changed`."""
-        changed = self.changed()
-        self.seen = self._modes, changed
+        self.seen = self.modes(), self.changed()
         return self.seen
 
     def modes(self) -> tuple[bool, ...]:
@@ -95,7 +94,6 @@ class Settings:
             self._begin()
 
     def _look(self) -> WatchedState:
-        self._modes = self.modes()  # are among what is looked at
         self.state = WatchedState(self._model)
         self._versions = self._marks()
         return self.state

@@ -82,9 +82,10 @@ class Watch:
         self._keys, self._values = self._keys_now(), Same(gc.get_referents(*self._dicts))
         self._sizes = list(map(len, self._others))
         self._inside = Same(gc.get_referents(*self._others, *self._cells))
-        self._lookups = [_Lookup(*lookup) for lookup in lookups]
-        self._spaces = [lookup.space for lookup in self._lookups]
+        spaces_and_names = list(lookups)
+        self._spaces = [space for space, _ in spaces_and_names]
         self._looked_up = list(map(dict_version, self._spaces))
+        self._lookups = [_Lookup(*each) for each in spaces_and_names]
 
     def _add(self, held: Held) -> None:
         value, content = held.value, held.content

@@ -48,11 +48,9 @@ def simplify(graph: Graph) -> Graph:
         if node.op in FORWARDED or _gives_back(node, args, specs):
             replaced[Ref(node.name)] = args[0]
             continue
-        if node.op == CAT and Ref(node.name) not in given_out:
-            full = [part for part in args[0] if specs[part].numel]
-            if len(full) == 1 and specs[full[0]] == node.spec:
-                replaced[Ref(node.name)] = full[0]
-                continue
+        if node.op == CAT and Ref(node.name) not in given_out and _is_one(node, args[0], specs):
+            replaced[Ref(node.name)] = next(part for part in args[0] if specs[part].numel)
+            continue
         if node.op in SWAPS and args[0] in views and _undoes(node, args, views[args[0]]):
             replaced[Ref(node.name)] = views[args[0]].args[0]
             continue
@@ -87,6 +85,12 @@ def _gives_back(node: Node, args: tuple[Any, ...], specs: Mapping[Ref, TensorSpe
     """Whether a view, a slice or a cast changes neither shape nor dtype."""
     kept = node.op in RESHAPES or node.op in ("aten.expand.default", "aten._to_copy.default", SLICE)
     return kept and specs[args[0]] == node.spec
+
+
+def _is_one(node: Node, parts: tuple[Ref, ...], specs: Mapping[Ref, TensorSpec]) -> bool:
+    """Whether a `cat` has one part that is not empty, of its own form."""
+    full = [specs[part] for part in parts if specs[part].numel]
+    return full == [node.spec]
 
 
 def _undoes(node: Node, args: tuple[Any, ...], before: Node) -> bool:
