@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.models import MODELS
 from merakc.frontend.record import Recording
+from merakc.ir.program import ActionKind
 from merakc.ir.state import lattice
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
@@ -111,3 +112,31 @@ def test_few_micro_batches_are_simulated_whole() -> None:
     few = replace(found, plan=replace(found.plan, batch_size=16, micro_batches=8))
     assert [left_out for _, left_out in Steps(few)] == [None]
     assert_same(few, NOMINAL_CPU)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_reach_less_far_than_periods_are_alike(schedule: str, pp: int) -> None:
+    """Counted in the Programs: by how many periods a message is read behind its sender's."""
+    steps = Steps(lowered(1, pp, schedule))
+    for programs, left_out in steps:
+        if left_out is None:
+            break
+        sent: dict[object, int] = {}
+        read: dict[object, int] = {}
+        for program in programs:
+            per_period = left_out.period * len(
+                {a.stage for a in program.actions if a.kind.is_compute}
+            )
+            warm = per_period // left_out.period * left_out.first
+            backwards = 0
+            for action in program.actions:
+                at = (backwards - warm) // per_period
+                if action.kind is ActionKind.SEND:
+                    sent[action.message] = at
+                elif action.kind is ActionKind.RECV:
+                    read[action.message] = at
+                backwards += action.kind.sends_gradients
+        steady = [at - sent[message] for message, at in read.items() if at >= 0]
+        assert sent.keys() == read.keys()
+        assert max(steady) < left_out.alike, left_out

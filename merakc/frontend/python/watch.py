@@ -1,9 +1,9 @@
 """Whether anything in what a model's Python holds has moved, told in a fraction of a millisecond.
 
 CPython counts how often a dict was changed (PEP 509), and torch's compiler has a call that tells
-it. Where no count has moved, no dict was written to, and what it holds is not looked at: that took
-three times as long. Where one has, and where torch has no such call any more, all that is in the
-dicts is compared.
+it. Where no count has moved, no dict was written to, and what it holds is not looked at: with that
+a look took twice as long. Where one has, and where torch has no such call any more, all that is in
+the dicts is compared.
 """
 
 from __future__ import annotations
