@@ -323,7 +323,7 @@ def _build(
         model, lowered, file, placements, groups, made.device, state=state, seed=seed,
         sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
         follows=made.fit.request.micro_batches is None, compared=made.compared,
-        specs=tensor_specs(*made.example),
+        fast=[tensor_specs(*made.example)],
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))

@@ -122,6 +122,12 @@ class Sharing:
         """What so many devices of a node do together at the most, in those that are alone."""
         return max(busy * self.speed(busy) for busy in range(1, min(ranks, self.devices) + 1))
 
+    def is_short(self, ranks: int) -> bool:
+        """Whether so many devices have fewer cores than they are, so that all that they do takes
+        turns: nothing is hidden beside anything.
+        """
+        return self.cores < min(ranks, self.devices)
+
     def beside(self, ranks: int) -> float:
         """The share of its speed that communication has beside so many devices that compute, where
         it is cores that carry it.

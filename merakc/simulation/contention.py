@@ -72,6 +72,7 @@ class _Together:
     ) -> None:
         self.costs, self.seconds, self.sharing = costs, seconds, sharing
         self.now_s = 0.0
+        self.is_short = sharing.is_short(max(ranks, len(programs)))
         self.links = Links(costs.link)
         self.ranks: dict[int, _Rank] = {}
         for program in programs:
@@ -90,7 +91,7 @@ class _Together:
             rank.now = next(rank.way, None)
         while any(rank.now is not None for rank in self.ranks.values()):
             speeds = self._speeds()
-            step_s = min(self._until(rank, speeds) for rank in self.ranks.values())
+            step_s = min(self._steady(rank, speeds) for rank in self.ranks.values())
             assert step_s < _DONE, "verified programs ran into a deadlock"
             self.now_s += step_s
             for rank in self.ranks.values():
@@ -102,33 +103,48 @@ class _Together:
 
     def _speeds(self) -> Mapping[int, float]:
         """Of the ranks of each node that compute now."""
-        busy = Counter(r.node for r in self.ranks.values() if isinstance(r.now, Compute))
+        busy = Counter(r.node for r in self.ranks.values() if self._takes_a_core(r))
         return {
             node: self.sharing.speed(count * self.stands_for[node]) for node, count in busy.items()
         }
 
+    def _takes_a_core(self, rank: _Rank) -> bool:
+        """For computes and, where cores are short, for what it sends and receives over dp."""
+        communicates = self.is_short and rank.now is not None and bool(rank.clock.queue)
+        return isinstance(rank.now, Compute) or communicates
+
     def _until(self, rank: _Rank, speeds: Mapping[int, float]) -> float:
         """Seconds until what a rank does now has ended, if all goes on like this."""
         match rank.now:
-            case Compute(left_s):
-                return left_s / speeds[rank.node] if rank.node in speeds else left_s
-            case Wait(left_s):
-                return left_s
+            case Compute(left_s) | Wait(left_s):
+                return left_s / self._speed(rank, speeds)
             case _Receive(number, action) if coming := self.links.coming(number, action):
                 return max(coming[0].arrives_s - self.now_s, 0.0)
             case _:
                 return _DONE
 
+    def _speed(self, rank: _Rank, speeds: Mapping[int, float]) -> float:
+        return speeds.get(rank.node, 1.0) if self._takes_a_core(rank) else 1.0
+
+    def _steady(self, rank: _Rank, speeds: Mapping[int, float]) -> float:
+        """Seconds in which a rank neither ends what it does nor gives its core back."""
+        until_s = self._until(rank, speeds)
+        if isinstance(rank.now, Compute) or not self._takes_a_core(rank):
+            return until_s
+        return min(until_s, rank.clock.left_s() / self._speed(rank, speeds))
+
     def _pass(self, rank: _Rank, step_s: float, speeds: Mapping[int, float]) -> None:
-        if isinstance(rank.now, Compute):
+        speed = self._speed(rank, speeds)
+        if isinstance(rank.now, Compute | Wait):
             ends = self._until(rank, speeds) <= step_s
-            rank.now.left_s = 0.0 if ends else rank.now.left_s - step_s * speeds[rank.node]
+            rank.now.left_s = 0.0 if ends else rank.now.left_s - step_s * speed
+        if isinstance(rank.now, Compute):
             rank.durations_s[-1] += step_s
             rank.clock.compute(step_s)
-        elif rank.now is not None:
-            if isinstance(rank.now, Wait):
-                rank.now.left_s = max(rank.now.left_s - step_s, 0.0)
-            rank.clock.idle(step_s)
+        elif step_s >= rank.clock.left_s() / speed:
+            rank.clock.wait()
+        else:
+            rank.clock.idle(step_s * speed)
 
     def _end(self, rank: _Rank) -> None:
         if isinstance(rank.now, _Receive):
@@ -137,11 +153,15 @@ class _Together:
 
     def _way(self, program: Program, rank: _Rank) -> Iterator[Compute | Wait | _Receive]:
         """What a rank does, one thing after the other."""
+        handled_s = 0.0  # the time of a core that messages took since the last compute
         for action in program.actions:
+            if self.is_short and action.kind.is_message and action.peer != program.rank:
+                handled_s += self.costs.link(program.rank, action.peer).latency_s
             if action.kind is ActionKind.SEND:
                 self.links.post(program.rank, action, self.now_s)
             elif action.kind is ActionKind.RECV:
                 yield _Receive(program.rank, action)
             else:
                 rank.durations_s.append(0.0)
-                yield from parts_of(action, self.seconds(action), self.costs, rank.clock)
+                took_s, handled_s = self.seconds(action) + handled_s, 0.0
+                yield from parts_of(action, took_s, self.costs, rank.clock)

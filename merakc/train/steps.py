@@ -86,7 +86,7 @@ class Steps:
     follows: bool = False  # whether the number of micro-batches is ours to choose
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     same: Same = field(default_factory=Same)  # what steps keep alike
-    specs: TensorSpecs = field(default_factory=list)  # of the batch that it is planned for
+    fast: list[TensorSpecs] = field(default_factory=list)  # batches whose products oneDNN makes
     taken: int = 0  # training steps so far
     drawn: int = 0  # calls so far that have drawn random numbers: each draws others
     written: set[str] = field(default_factory=set)  # buffers that some rank's forwards write
@@ -213,9 +213,12 @@ class Steps:
             warn_of_shapes(MANY_SHAPES, MAX_SHAPES)
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
-        # Of each product of each shape oneDNN keeps half a megabyte, or loses it.
-        as_planned = Counter(self.specs) <= Counter(tensor_specs(args, kwargs))
-        onednn = self.planned.onednn and as_planned
+        # Of each product of each shape oneDNN keeps half a megabyte, or loses it: it is for what is
+        # planned, and for what is trained first, which may be a dp rank's part of that.
+        given = Counter(tensor_specs(args, kwargs))
+        if form.train and not self.taken and len(self.fast) == 1:
+            self.fast.append(list(given.elements()))
+        onednn = self.planned.onednn and any(Counter(own) <= given for own in self.fast)
         made = self._lowered(args, kwargs, layout, form, onednn=onednn)
         light = self.add(key, *made, layout).let_go(self.same)
         self.compiled[next(reversed(self.compiled))] = light

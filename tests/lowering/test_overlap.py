@@ -31,7 +31,7 @@ from merakc.lowering.overlap import (
     with_parts,
 )
 from merakc.lowering.predict import planned_costs, predict
-from merakc.machines.cluster import NOMINAL_GPU, Cluster
+from merakc.machines.cluster import NOMINAL_GPU, Cluster, Sharing
 from merakc.machines.cluster_files import preset
 from merakc.passes.overlap.async_collectives import least_share, stage_seconds
 from merakc.passes.overlap.collective_matmul import RowChunks, chunk_rows
@@ -103,6 +103,13 @@ def test_where_cores_carry_messages_two_parts_alone_are_tried() -> None:
     assert planned("llama", SLOW, None, micro_batches=SAMPLES).plan.row_chunks
     assert planned("llama", cores, None, micro_batches=SAMPLES).plan.row_chunks == {}
     assert planned("llama", cores, 3).plan.row_chunks  # what is asked for
+
+
+def test_where_cores_are_short_nothing_is_hidden() -> None:
+    enough, short = (Sharing((1.0,) * cores, 4) for cores in (4, 3))
+    assert planned("llama", replace(SLOW, sharing=enough), None).plan.sub_batches
+    assert planned("llama", replace(SLOW, sharing=short), None).plan.sub_batches == ()
+    assert planned("llama", replace(SLOW, sharing=short), 2).plan.sub_batches == (2, 2)
 
 
 def test_without_tensor_parallelism_there_is_nothing_to_hide() -> None:
