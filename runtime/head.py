@@ -17,9 +17,9 @@ import torch.distributed as dist
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind
 from merakc.ir.program import StageGraphs
+from merakc.kernels.collectives import gather_into
 from merakc.runtime.codegen import NO_HOOKS, compile_graph
 from merakc.runtime.fused import Fuser
-from merakc.runtime.groups import all_gather
 from merakc.runtime.pieces import Compiler
 
 Tensors = dict[str, torch.Tensor]
@@ -122,7 +122,7 @@ class HeadRunner:
         for place, share in zip(self._places(moved, sent, self.layout.dp_rank), moved, strict=True):
             place.copy_(own.pop(share.name))
         come = sent.new_empty(len(self.layout.sizes) * size)
-        all_gather(come, sent, self.group).wait()
+        gather_into(come, sent, self.group).wait()
         ranks = [list(self._places(moved, c, r)) for r, c in enumerate(come.view(-1, size))]
         return own | {s.name: _joined(s, [r[k] for r in ranks]) for k, s in enumerate(moved)}
 

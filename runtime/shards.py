@@ -22,7 +22,8 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from merakc.ir.precision import Precision
-from merakc.runtime.groups import ShardGroups, all_gather, reduce_scatter
+from merakc.kernels.collectives import gather_into
+from merakc.runtime.groups import ShardGroups, reduce_scatter
 from merakc.runtime.host import HOST, brought_down, brought_up, empty, fetch
 from merakc.runtime.streams import Mark, Running, Work, streams_of, wait_for
 
@@ -228,7 +229,7 @@ class Bucket:
             own.copy_(self.master)
         if self.groups.refresh is not None:
             with _unsafe_preserve_version_counter(self.kept):
-                yield all_gather(self.kept, own, self.groups.refresh)
+                yield gather_into(self.kept, own, self.groups.refresh)
 
     def gather(self, whole: torch.Tensor) -> Iterator[Work]:
         """Fills `whole` with the parameters of all shards; what is fetched comes up before."""
@@ -239,7 +240,7 @@ class Bucket:
             if copying is not None:
                 yield copying
         if self.groups.gather is not None:
-            yield all_gather(whole, own, self.groups.gather)
+            yield gather_into(whole, own, self.groups.gather)
 
     def bounds(self, name: str, index: int) -> tuple[int, int]:
         """The elements of a parameter that shard `index` of the optimizer's has."""
@@ -372,7 +373,7 @@ class Bucket:
         if self.groups.block is None:
             whole = flat
         else:
-            all_gather(whole, flat, self.groups.block).wait()
+            gather_into(whole, flat, self.groups.block).wait()
             shards = self.groups.shards
             parts_of = whole.view(-1, shards.parameters, self.owned_size)
             whole = parts_of.transpose(0, 1).reshape(-1)

@@ -18,6 +18,7 @@ from merakc.machines.figures import (
     Count,
     DtypeName,
     NotNegative,
+    Part,
     Points,
     Positive,
     Share,
@@ -189,7 +190,7 @@ class Hardware:
     links: tuple[Level, ...]
     link_share: Share = 0.8
     step_error: NotNegative = 0.0
-    overlap: Share = 1.0
+    overlap: Part = 1.0
     factors: Factors = Factors()
 
     def beside(self, ranks: int) -> float:
@@ -249,6 +250,7 @@ class Hardware:
             link_bytes_per_s=1.0,
             hardware=self,
             sharing=self.sharing,
+            overlap=self.overlap,
             host=self.host,
         ).joining(len(self.devices))
 
@@ -263,7 +265,8 @@ class Cluster:
     Where `hardware` is known, stages are timed with its devices and links (`merakc.costs.device`).
     `sharing` is what the devices of a node share. With `symmetric_memory` they read each other's.
     Gathers and reduce-scatters of tp reach `gather_share` of the rate that all-reduces reach.
-    `host` is what a device has of the memory beside it.
+    Those over dp have the share `overlap` of their speed beside computes. `host` is what a device
+    has of the memory beside it.
     """
 
     name: str
@@ -277,6 +280,7 @@ class Cluster:
     sharing: Sharing | None = None
     symmetric_memory: bool = False
     gather_share: float = 1.0
+    overlap: Part = 1.0
     host: Host | None = None
 
     @property
@@ -324,7 +328,7 @@ class Cluster:
         together, each = (self.sharing.together, self.sharing.devices) if self.sharing else ((), 0)
         each = each if each and ranks % each == 0 else ranks
         nodes = Nodes(device, each, ranks // each, together, self.host)
-        return Hardware(self.name, (nodes,), (links,), 1.0)
+        return Hardware(self.name, (nodes,), (links,), 1.0, overlap=self.overlap)
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the
@@ -341,6 +345,7 @@ NOMINAL_CPU = Cluster(
     link_latency_s=2e-4,
     link_bytes_per_s=1e9,
     gather_share=0.5,
+    overlap=0.0,  # the cores that compute carry what is sent
     host=Host(1 << 33, 1e10, 1e10, 1e10, source="nominal"),  # its own memory, a second time
 )
 # Buffers of a communicator: 688 MB of over two A100 (NCCL, issue 964 of its repository), as many
@@ -357,6 +362,7 @@ NOMINAL_GPU = Cluster(
     memory_bytes=80 * 10**9,
     link_latency_s=1e-5,
     link_bytes_per_s=4.5e11,
-    # As a device of the preset h100 has it.
+    # As a device of the preset h100 has them.
+    overlap=0.364,
     host=Host(256 * 10**9, 61.4e9, 50.4e9, 50.4e9, latency_s=1e-5),
 )

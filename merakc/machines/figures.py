@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Part = Annotated[float, Field(ge=0, le=1)]  # a share that may be nothing
 Count = Annotated[int, Field(gt=0)]
 Size = Annotated[int, Field(ge=0)]
 DtypeName = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8"]

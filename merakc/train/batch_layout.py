@@ -15,7 +15,8 @@ from merakc.errors import ConfigError, MismatchError
 from merakc.frontend.python.content import content_hash
 from merakc.ir.batches import BatchDims, BatchLayout
 from merakc.ir.plan import Plan
-from merakc.runtime.groups import all_gather, together
+from merakc.kernels.collectives import gather_into
+from merakc.runtime.groups import together
 from merakc.train.lengths import lengths_mark
 
 
@@ -43,7 +44,7 @@ def layout_of(
     places = {name: (place.dim, place.outer) for name, place in rows.items()}
     told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows)]
     every = torch.empty(len(told) * plan.dp, dtype=torch.int64, device="cpu")
-    all_gather(every, torch.tensor(told, device="cpu"), group).wait()
+    gather_into(every, torch.tensor(told, device="cpu"), group).wait()
     sizes, marks, lengths = every.view(-1, len(told)).T.tolist()
     if len(set(marks)) > 1:
         raise _read_otherwise(named_tensors(args, kwargs), places, group)
