@@ -53,7 +53,10 @@ _OF_ANY = {
     "names", "__format__", "__hash__", "_has_compatible_shallow_copy_type",
 }  # fmt: skip
 _OF_ELEMENTS = {"is_nonzero", "is_same_size"}
-_OFTEN = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__get__}  # type: ignore[union-attr, attr-defined]
+_OFTEN = {
+    torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__get__,  # type: ignore[union-attr, attr-defined]
+    torch.Tensor.__eq__, torch.Tensor.__ne__,  # with None
+}  # fmt: skip
 _ACCESS = ("__get__", "__set__", "__delete__")
 _EQUAL = {"equal": torch.eq, "allclose": torch.isclose}
 # What differentiates, and gives gradients that say themselves what they are of; what users ask for

@@ -396,3 +396,35 @@ def test_a_network_follows_another(layout: dict[str, Any]) -> None:
             assert found == pytest.approx(wanted, rel=1e-10)
         else:
             assert {n: x for n, x in found.items() if not REMEDY.search(str(x))} == {}
+
+
+class Extra(Net):
+    """With a parameter that no forward reads; most ranks hold no element of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(1).double())
+
+
+def penalized(layout: dict[str, Any] | None) -> tuple[dict[str, float], bool]:
+    """The sum of each gradient of a loss with a penalty, and whether all parameters have one."""
+    model: Any = Extra()
+    if layout is not None:
+        batch = torch.ones(8 // layout.get("dp", 1), 8).double()
+        model = merakc.auto_parallel(model, batch, cluster=NOMINAL_CPU, **layout)
+    (loss_of(model) + sum(p.square().sum() for p in model.parameters())).backward()
+    own = {n: p.grad for n, p in model.named_parameters()}
+    assert all(p.grad != None for p in model.parameters() if p.grad is not None)  # noqa: E711
+    every = own if layout is None else model.full_gradients()
+    return {n: g.sum().item() for n, g in every.items()}, None not in own.values()
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "state_shards": "zero-1"}, {"pp": 2, "micro_batches": 1}], ids=str
+)
+def test_a_penalty_gives_gradients_to_all(layout: dict[str, Any]) -> None:
+    wanted, _ = penalized(None)
+    ranks = run_ranks(2, partial(penalized, layout))
+    assert ranks[0][0] == pytest.approx(wanted, rel=1e-10)
+    if "dp" in layout:
+        assert [every for _, every in ranks] == [True, True]
