@@ -22,6 +22,7 @@ from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
 from merakc.errors import CalibrationError
 from merakc.kernels import gemm
 from merakc.kernels.attention import attention
+from merakc.kernels.collectives import gather_into
 from merakc.machines.cluster import (
     COMMUNICATOR_BYTES,
     FRAGMENTATION,
@@ -208,8 +209,10 @@ def _to_neighbour(value: torch.Tensor) -> None:
 
 def _all_gather(value: torch.Tensor) -> None:
     ranks = dist.get_world_size()
-    parts = [torch.empty_like(value[: value.numel() // ranks]) for _ in range(ranks)]
-    dist.all_gather(parts, value[: value.numel() // ranks].contiguous())
+    whole = value[: value.numel() // ranks * ranks]
+    world = dist.group.WORLD
+    assert world is not None, "ranks are started before they are measured"
+    gather_into(whole, whole.chunk(ranks)[dist.get_rank()], world).wait()
 
 
 def _all_reduce(value: torch.Tensor) -> None:
