@@ -76,7 +76,7 @@ def choose_overlap(
     `record` gives the recording for a number of micro-batches. `asked` is the number of parts, 0
     for collectives that block; where it is None, each stage gets what takes least time by the
     figures of `cluster`: parts, or the micro-batch whole, with products in chunks of rows or, in
-    symmetric memory, in one op with their collectives; none where cores are short. A stage that
+    symmetric memory, in one op with their collectives; none where nothing is hidden. A stage that
     cannot run in the parts asked for gets as many chunks, or runs whole.
 
     Raises `ConfigError` where parts are asked for and no stage can run in them, nor in chunks.
@@ -84,8 +84,7 @@ def choose_overlap(
     plan = lowered.plan
     if asked == 0 or plan.lanes == 1:
         return lowered
-    sharing = cluster.sharing
-    if asked is None and sharing is not None and sharing.is_short(plan.mesh.world_size):
+    if asked is None and not cluster.hides(plan.mesh.world_size):
         return lowered
     place = overlap_place(cluster, plan.tp, plan.cp)
     open_counts = COUNTS_BY_CORES if place.fabric.by_cores else COUNTS

@@ -288,6 +288,11 @@ class Cluster:
         """What joins any two devices."""
         return Link(self.link_latency_s, self.link_bytes_per_s)
 
+    def hides(self, ranks: int) -> bool:
+        """Whether what so many ranks send can run beside what they compute."""
+        is_short = self.sharing is not None and self.sharing.is_short(ranks)
+        return not is_short and self.described(ranks).overlap > 0.0
+
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""
         if self.hardware is None:
