@@ -211,7 +211,7 @@ class Bucket:
         if self.has_master:
             self.master.copy_(other.master)
 
-    def refresh(self) -> Iterator[dist.Work]:
+    def refresh(self) -> Iterator[Work]:
         """Brings what the optimizers of all ranks wrote into `kept`. What this rank optimizes stays
         as it is, and so are its parameters not written to.
         """
