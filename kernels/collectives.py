@@ -35,7 +35,7 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
 # By their newer names, where torch has them: the older ones warn there.
-scatter_single = getattr(dist, "reducescatter_single", None) or dist.reduce_scatter_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -187,7 +187,7 @@ def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Wo
         work: dist.Work | None = _gather_single(whole, own, group=group, async_op=True)
         assert work is not None, "this rank is not in the group"
         return work
-    parts = whole.view(group.size(), -1)
+    parts = whole.view(group.size(), whole.numel() // group.size())
     mine = parts[group.rank()]
     if mine.data_ptr() != own.data_ptr():
         mine.copy_(own.reshape(-1))

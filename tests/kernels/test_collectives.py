@@ -20,9 +20,11 @@ from merakc.kernels.collectives import (
     axis_group,
     bind_axis,
     copy_to,
+    gather_into,
     gather_to,
     reduce_scatter,
     scatter,
+    scatter_single,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -123,6 +125,34 @@ def test_all_gather_of_uneven_sizes(dim: int) -> None:
     for rank, (out, grad) in enumerate(run_ranks(3, _gather, dim)):
         assert torch.equal(out, torch.cat(parts, dim))
         assert torch.equal(grad, slices[rank])
+
+
+def _gathered() -> list[Tensor]:
+    rank, found = _bind(), list[Tensor]()
+    group = axis_group("tp")
+    for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.complex64):
+        own = torch.full((2,), rank).to(dtype)
+        gather_into(whole := torch.zeros(6, dtype=dtype), own, group).wait()
+        gather_into(again := torch.zeros(3, 2, dtype=dtype), own, group).wait()
+        found += [whole, again.flatten()]
+    within = torch.zeros(6)
+    own = within.chunk(3)[rank].fill_(rank)  # a view of the whole
+    works = gather_into(within, own, group), gather_into(torch.empty(0), torch.empty(0), group)
+    works[1].wait()
+    works[0].wait()
+    assert all(work.is_completed() for work in works)
+    return [*found, within]
+
+
+def test_parts_of_any_kind_are_gathered() -> None:
+    for rank in run_ranks(3, _gathered):
+        for found in rank:
+            assert torch.equal(found, torch.tensor([0, 0, 1, 1, 2, 2]).to(found.dtype))
+
+
+def test_calls_go_by_their_newer_names() -> None:
+    newer = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    assert scatter_single is newer
 
 
 def _parts(dim: int, sizes: tuple[int, ...]) -> list[Tensor]:
