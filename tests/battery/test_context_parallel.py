@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,13 @@ class Mixes(nn.Module):
         self.words, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.place = nn.Parameter(torch.randn(1, 7, 8))
         self.query = nn.Parameter(torch.randn(1, 3, 8))
+        self.gain = nn.Parameter(torch.randn(8))
         self.register_buffer("seen", torch.zeros(7, 8))  # of each place
         self.double()
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Labels below 0 do not count."""
-        x = self.words(ids) + self.place
+        x = self.words(ids) * self.gain.sort().values + self.place
         self.seen = 0.5 * self.seen + x.detach().mean(0)
         seen = (ids > 0)[:, None, None, :]
         x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], seen)[:, 0]
@@ -76,6 +78,31 @@ class Mixes(nn.Module):
         logits = self.out(x.tanh())
         far = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=-1)
         return {"loss": far + logits.square().mean() + x.amax((1, 2)).mean()}
+
+
+class Rare(Mixes):
+    """Gradients by how often a word comes in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 8, scale_grad_by_freq=True).double()
+
+
+def _rare(ids: torch.Tensor) -> float:
+    torch.manual_seed(0)
+    plain = Rare()
+    shared = merakc.auto_parallel(
+        copy.deepcopy(plain), (ids, ids), dp=1, cp=3, pp=1, micro_batches=1, cluster=NOMINAL_CPU
+    )
+    shared(ids, ids)["loss"].backward()
+    plain(ids, ids)["loss"].backward()
+    found = shared.full_gradients().items()
+    return max(((g - plain.get_parameter(n).grad).abs().max().item() for n, g in found), default=0)
+
+
+def test_words_are_counted_over_all_ranks() -> None:
+    ids = torch.randint(5, (4, 7), generator=torch.Generator().manual_seed(1))
+    assert max(run_ranks(3, partial(_rare, ids))) < 1e-12
 
 
 def _mixed(micro_batches: int, ids: torch.Tensor) -> float:

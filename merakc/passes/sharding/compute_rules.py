@@ -94,7 +94,8 @@ def _convolution(dims: Dims, node: Node) -> None:
 def _embedding(dims: Dims, node: Node) -> None:
     table, ids = dims.of[node.args[0]], dims.of[node.args[1]]
     if argument(node, 3, "scale_grad_by_freq", False):
-        block(table[0], "embedding with gradients scaled by frequency")
+        why = "embedding with gradients scaled by frequency"
+        block([*table[0], *(factor for dim in ids for factor in dim)], why)
     dims.put(node, [*ids, table[1]])
     dims.summed[node.name] = [table[0]]
 

@@ -199,7 +199,7 @@ class SpmdPartitioner(ExpertWriter):
             return
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
         if not any(self.is_split(r) for r in (*node.refs, *outs)):
-            is_counted = not self.grads.isdisjoint(outs) and not self.whole.sums.issuperset(outs)
+            is_counted = not self.whole.sums.issuperset(self.grads.intersection(outs))
             read = self.read if is_counted else self.as_it_is
             self.add(node, map_refs(node.args, read), kwargs=map_refs(node.kwargs, read))
             return

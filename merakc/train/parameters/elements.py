@@ -24,17 +24,19 @@ from merakc.runtime.groups import Groups
 from merakc.runtime.part import OfAWhole, TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
-from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, is_pointwise, kind_of
+from merakc.train.parameters.numbers import (
+    COPIES,
+    NORMS,
+    REDUCTIONS,
+    Source,
+    is_pointwise,
+    kind_of,
+    spreads,
+)  # fmt: skip
 from merakc.train.parameters.places import absent, elsewhere
-from merakc.train.parameters.shares import Share, called, share_of
+from merakc.train.parameters.shares import Share, called, meets_gradients, number_of, share_of
 from merakc.train.parameters.stepping import is_stepping, watch_optimizers
 
-# Calls whose result has the elements of their argument, in other memory or of another dtype.
-_COPIES = {
-    "clone", "to", "_to_copy", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu",
-    "cuda", "contiguous", "type", "type_as", "pin_memory", "zeros_like", "ones_like", "empty_like",
-    "full_like", "new_empty_strided", "detach", "data", "alias", "positive",
-}  # fmt: skip
 # Those that have all elements, in another shape, and in which order they take them.
 _FLAT = {"flatten", "ravel"}
 _VIEWS = _FLAT | {
@@ -257,7 +259,10 @@ def _by_elements(
     """A call that keeps elements where they are, or one on whole tensors."""
     first = next((x for x in known if x.source.is_part), known[0])
     is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
-    keeps = is_pointwise(name) or name in _WRITES | _COPIES | _VIEWS
+    missing = next((x for x in known if not x.source.is_everywhere), None)
+    if missing is not None and meets_gradients(args, kwargs):
+        return _meeting(func, name, args, kwargs, missing)
+    keeps = is_pointwise(name) or name in _WRITES | COPIES | _VIEWS
     if is_part and not keeps:
         return _answer(func, name, args, kwargs, first)
     out = kwargs.get("out")
@@ -295,6 +300,16 @@ def _views(
     return (*of.views, f"{name}{args[1:]}{kwargs}")
 
 
+def _meeting(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], of: Any) -> Any:
+    """What a part gives with a tensor that has gradients, to which each rank would give those of
+    its own elements alone: of a single number, what every rank has of it.
+    """
+    if of.source.numel > 1 or not is_pointwise(name):
+        raise _refusal(name, of, _MEETS)
+    args, kwargs = pytree.tree_map_only(Known, number_of, (tuple(args), kwargs))
+    return called(func, args, kwargs)
+
+
 def _fits(first: Any, given: Any) -> bool:
     """Whether other tensors of a call are numbers, or of just the elements that the rank holds:
     others would meet other elements than they would of the whole.
@@ -302,18 +317,10 @@ def _fits(first: Any, given: Any) -> bool:
     return all(
         isinstance(x, Known)
         or (x.numel() == 1 and x.dim() <= first.dim())
-        or (x.shape == first.shape and not first.views and not _spreads(x, first.source.shape))
+        or (x.shape == first.shape and not first.views and not spreads(x, first.source.shape))
         for x in pytree.tree_leaves(given)
         if isinstance(x, torch.Tensor)
     )
-
-
-def _spreads(tensor: torch.Tensor, whole: tuple[int, ...]) -> bool:
-    """Whether it would be broadcast with the whole."""
-    try:
-        return bool(torch.broadcast_shapes(tensor.shape, whole))  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
 
 
 def _answer(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], of: Any) -> Any:
@@ -367,20 +374,27 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
         return first if alike else None
     op = name.removeprefix("_foreach_")
     pointwise = is_pointwise(op) and op not in REDUCTIONS
-    keeps = op == name or op in _WRITES | _COPIES or pointwise
+    keeps = op == name or op in _WRITES | COPIES or pointwise
     target = row[0] if name.endswith("_") else first
     if not (keeps and alike and isinstance(target, Known) and _fits(first, (row, single))):
         raise _refusal(name, first)
     return first
 
 
-def _refusal(name: str, of: Any) -> ConfigError:
+_MEETS = (
+    "with a tensor that has gradients, which would be those of a rank's own elements alone: reduce "
+    "the parameter first (`x * p.sum()`, `x + p.norm()`), do this in the model's forward, or keep "
+    'it whole on every rank (tp=1, pp=1, state_shards="zero-0"). Otherwise: '
+)
+
+
+def _refusal(name: str, of: Any, why: str = "") -> ConfigError:
     source, held = of.source, plain(of).numel()
     has = f"{held} of" if held < source.numel else "all, and others none, of the"
     return ConfigError(
         f"torch.{name.strip('_')} is called on '{source.name}' or its gradient, of which this rank "
-        f"holds {has} {source.numel} elements: ranks would take what they have for all. Norms, "
-        "sums, means, largest and smallest elements are those of the whole, and what is computed "
+        f"holds {has} {source.numel} elements: {why}ranks would take what they have for all. Norms,"
+        " sums, means, largest and smallest elements are those of the whole, and what is computed "
         "element by element is right; model.full_state_dict() and model.full_gradients() give "
         "whole tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
     )

@@ -18,6 +18,12 @@ NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "vector_norm"}
 # Python's names of pointwise calls that are not those of torch's ops.
 _PYTHON = {"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or"}
 REDUCTIONS = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_nonzero"}
+# Calls whose result has the elements of their argument, in other memory or of another dtype.
+COPIES = {
+    "clone", "to", "_to_copy", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu",
+    "cuda", "contiguous", "type", "type_as", "pin_memory", "zeros_like", "ones_like", "empty_like",
+    "full_like", "new_empty_strided", "detach", "data", "alias", "positive",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +43,13 @@ class Source:
     def numel(self) -> int:
         """The elements of the whole."""
         return math.prod(self.shape)
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every rank has all of it."""
+        place = self.owners.placements.get(self.name)
+        some = place is not None and len(place.ranks) < self.owners.groups.mesh.pp
+        return not (self.is_part or some)
 
     def is_like(self, other: Source) -> bool:
         """Whether this rank has the same elements of both: of one parameter, or of that of a copy
@@ -215,3 +228,11 @@ def is_pointwise(name: str) -> bool:
             if torch.Tag.pointwise in tags:
                 return torch.Tag.nondeterministic_seeded not in tags
     return False
+
+
+def spreads(tensor: torch.Tensor, whole: tuple[int, ...]) -> bool:
+    """Whether it would be broadcast with the whole."""
+    try:
+        return bool(torch.broadcast_shapes(tensor.shape, whole))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False

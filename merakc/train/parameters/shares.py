@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from merakc.runtime.part import plain
+from merakc.runtime.part import OfAWhole, plain
 from merakc.train.parameters.norms import NOTHING
 from merakc.train.parameters.numbers import NORMS, Kind, Term, kind_of, total, values_of
 
@@ -76,6 +76,22 @@ def share_of(
     if kind.root != 1.0 or kind.divisor > 1:
         dtype = values.dtype
     return Share((Term(of.source, own.double(), kind, dtype),), ())
+
+
+def number_of(of: Any) -> Share:
+    """A parameter of one element, as every rank has it."""
+    made = kind_of("sum", of, 1, (), {})
+    assert made is not None, "what is summed has a kind"
+    return Share(share_of(of, made).terms, of.source.shape)
+
+
+def meets_gradients(*given: Any) -> bool:
+    """Whether tensors of a call that are no parameter's are to have gradients."""
+    return torch.is_grad_enabled() and any(
+        x.requires_grad
+        for x in pytree.tree_leaves(given)
+        if isinstance(x, torch.Tensor) and not isinstance(x, OfAWhole)
+    )
 
 
 def called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -428,3 +428,64 @@ def test_a_penalty_gives_gradients_to_all(layout: dict[str, Any]) -> None:
     assert ranks[0][0] == pytest.approx(wanted, rel=1e-10)
     if "dp" in layout:
         assert [every for _, every in ranks] == [True, True]
+
+
+class Weighed(Net):
+    """With weights of losses that it does not read itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.tensor(0.3).double())
+        self.row = nn.Parameter(torch.tensor([0.2]).double())
+        self.many = nn.Parameter(torch.tensor([0.3, 0.1, 0.2]).double())
+
+
+MEETINGS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "one": lambda m, loss: loss * torch.exp(-m.one) + m.one,
+    "a row of one": lambda m, loss: (m.row.exp() * loss).sum() + m.row.sum(),
+    "reduced": lambda m, loss: loss * m.many.sum() + loss * m.a.weight.norm(),
+    "a single penalty": lambda m, loss: loss + 0.1 * m.b.weight.square().sum(),
+    "many": lambda m, loss: (loss * m.many.exp()).sum(),
+    "matrices": lambda m, loss: sum(
+        ((part.weight - loss) ** 2).mean() for part in (m.a, m.b, m.c, m.d)
+    ),
+}
+
+
+def met(layout: dict[str, Any] | None) -> dict[str, dict[str, float] | str]:
+    """The sums of gradients where a loss meets parameters, or the error."""
+    model: Any = Weighed()
+    if layout is not None:
+        batch = torch.ones(8 // layout.get("dp", 1), 8).double()
+        model = merakc.auto_parallel(model, batch, cluster=NOMINAL_CPU, **layout)
+    found: dict[str, dict[str, float] | str] = {}
+    for name, meet in MEETINGS.items():
+        model.zero_grad()
+        loss = loss_of(model)
+        try:
+            meet(model, loss).backward()
+        except ConfigError as error:
+            found[name] = str(error)
+            continue
+        own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        every = own if layout is None else model.full_gradients()
+        found[name] = {n: g.sum().item() for n, g in every.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2, "state_shards": "zero-1"}, {"tp": 2}, {"pp": 2, "micro_batches": 1}],
+    ids=str,
+)
+def test_a_loss_meets_parameters_or_is_refused(layout: dict[str, Any]) -> None:
+    """What meets a part would have the gradient of its elements alone."""
+    wanted = met(None)
+    for rank, found in enumerate(run_ranks(2, partial(met, layout))):
+        for name, of in found.items():
+            if isinstance(of, str):
+                assert name in ("many", "matrices")
+                assert "reduce the parameter first" in of
+            elif rank == 0:
+                assert of == pytest.approx(wanted[name], rel=1e-10), name
+        assert isinstance(found["matrices"], str)
