@@ -187,15 +187,16 @@ def median_step_s(run: Run) -> float:
 
 def comparison_table(runs: Sequence[Run], single: Run) -> Table:
     """What the simulator predicted and what was measured; the single process for scale."""
-    simulation = runs[0].simulation
-    assert simulation is not None
+    assert runs[0].plan is not None
+    prediction = runs[0].plan.prediction
+    assert prediction is not None
     table = Table(title="Predicted and measured")
     for column in ("", "predicted", "measured"):
         table.add_column(column, justify="right" if column else "default")
-    predicted, measured = simulation.step_s, median_step_s(runs[0])
+    predicted, measured = prediction.step_s, median_step_s(runs[0])
     table.add_row("step", format_seconds(predicted), format_seconds(measured))
     for rank, run in enumerate(runs):
-        expected = format_bytes(simulation.peak_bytes[rank])
+        expected = format_bytes(prediction.peak_bytes[rank])
         table.add_row(f"peak of rank {rank}", expected, format_bytes(run.peak_bytes))
     table.add_section()
     table.add_row("step of one process", "", format_seconds(median_step_s(single)))

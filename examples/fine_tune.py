@@ -38,7 +38,7 @@ config = BertConfig(
 )  # fmt: skip
 torch.manual_seed(0)
 model = BertForSequenceClassification(config)
-model = merakc.auto_parallel(model, default_data_collator(data[:16]))
+model = merakc.auto_parallel(model, default_data_collator(data[:16]), batch_size=16)
 
 
 def accuracy(found: Any) -> dict[str, float]:

@@ -48,6 +48,10 @@ def wide() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Two(32), {"x": torch.ones(4, 8), "scale": torch.ones(())}
 
 
+def numbered() -> tuple[nn.Module, dict[str, torch.Tensor], int]:
+    return nn.Linear(2, 2), {}, 3
+
+
 def no_model() -> tuple[int, int]:
     return 1, 2
 

@@ -124,6 +124,8 @@ def verify(folder: Folder) -> None:
     """Check every byte of a checkpoint. Exits with 1 where one was changed."""
     problem = progress_console()
     with told(problem), working(problem, f"checking {folder}"):
+        if not folder.is_dir():
+            read_manifest(folder)  # says what is wrong: no byte was changed
         try:
             manifest = read_manifest(folder)
             check_files(folder, manifest)
@@ -192,9 +194,11 @@ def diff(first: Either, second: Either, as_json: AsJson = False) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    both = len(old.tensors.keys() & new.tensors.keys())
+    common = old.tensors.keys() & new.tensors.keys()
+    both, alone = len(common), len(old.tensors.keys() ^ new.tensors.keys())
     if rows:
-        progress.print(f"{len(rows)} tensors differ, of {both} that both have")
+        missing = f", and {alone} are in one of them alone" if alone else ""
+        progress.print(f"{len(rows) - alone} tensors differ, of {both} that both have{missing}")
         raise typer.Exit(NO)
     if not as_json:
         console.print(f"the same: {both} tensors")

@@ -31,8 +31,9 @@ def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
     A preset without a number of nodes has as many as the ranks take. Raises `ClusterError` for a
     name that is none, and where there are too few devices.
     """
-    if name in CLUSTERS:
-        return CLUSTERS[name]
+    built_in, _, tf32 = name.partition("+")
+    if built_in in CLUSTERS and tf32 in ("", "tf32"):
+        return CLUSTERS[built_in].rounding() if tf32 else CLUSTERS[built_in]
     return hardware_for(name, ranks).flat(cast(DtypeName, dtype))
 
 

@@ -257,7 +257,8 @@ def _file(file: SourceFile) -> Section:
         layouts = "\n".join(line.layouts)
         rows.append((number, f"{line.share:.1%}", line.text, layouts, str(line.count)))
     rest = [line.share for line in file.lines if line.share < LEAST_SHARE]
-    note = f"{len(rest)} more lines take {sum(rest):.1%}." if rest else ""
+    more = "1 more line takes" if len(rest) == 1 else f"{len(rest)} more lines take"
+    note = f"{more} {sum(rest):.1%}." if rest else ""
     title = file.path or f"{NO_LINE}: what stands for no call of the model's own"
     return Section(title, columns, rows, note)
 

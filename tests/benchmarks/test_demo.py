@@ -17,7 +17,7 @@ from benchmarks import demo
 from benchmarks.demo import Settings, largest_difference, plot_losses
 from benchmarks.models import Batch
 from merakc.ir.plan import GraphId, Plan, StageRun
-from merakc.ir.plan_file import PlanFile
+from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.simulation.held import Peak
 from merakc.simulation.simulate import Simulation
@@ -46,7 +46,7 @@ PEAKS = tuple(Peak(static_bytes=size) for size in (1024, 2048, 4096, 8192))
 class _DemoStandIn(StandIn):
     """With what the demo shows beside the loss."""
 
-    plan_file = PlanFile(PLAN)
+    plan_file = PlanFile(PLAN, Prediction(1.0, 0.0, (1024, 2048, 4096, 8192)))
     simulation = Simulation(1.0, EVENTS, (1.0,) * 4, 0.0, PEAKS)
     last_events = EVENTS
     last_collectives = (CollectiveEvent(0, "all_reduce", "tp", 8, 0.0, 0.0, 1e-4, 0.0, 1e-4),)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import merakc
 from merakc.cli.app import app
+from merakc.train.checkpoints.manifest import read_manifest
 from tests.train.checkpoints.small_runs import saved, trained
 
 
@@ -49,6 +50,7 @@ def test_verify(folder: Path, tmp_path: Path) -> None:
     code, text = run("verify", tmp_path / "c")
     assert code == 1
     assert "is damaged" in text
+    assert run("verify", tmp_path / "none")[0] == 2
 
 
 def test_convert_and_diff(folder: Path, tmp_path: Path) -> None:
@@ -63,6 +65,10 @@ def test_convert_and_diff(folder: Path, tmp_path: Path) -> None:
     assert code == 1
     assert "bfloat16" in text
     assert "missing" in text
+    with_state = len(read_manifest(folder).tensors)
+    weights = len(read_manifest(tmp_path / "b").tensors)
+    assert f"{weights} tensors differ, of {weights} that both have" in text
+    assert f"{with_state - weights} are in one of them alone" in text
     for words in (["x.txt"], ["b"], ["c", "--dtype", "int8"], ["c", "--experts", "packed"]):
         code, text = run("convert", folder, tmp_path / words[0], *words[1:])
         assert code == 2, words

@@ -14,6 +14,7 @@ def test_machines_by_name() -> None:
     half, single = (machines("a100-80:2", dtype, 16) for dtype in ("bfloat16", "float32"))
     assert half.flops_per_s > single.flops_per_s
     assert half.hardware is not None
+    assert machines("gpu+tf32", "float32") == machines("gpu", "float32")
 
 
 def test_a_preset_has_as_many_nodes_as_the_ranks_take() -> None:

@@ -49,6 +49,11 @@ def test_several_machines_meet_at_an_address() -> None:
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="--rendezvous"):
         torchrun(8, "2", None, 0)
+    for nodes in ("0", "x", "2:1", "1:x", ""):
+        with pytest.raises(ConfigError, match="give a number of machines"):
+            torchrun(8, nodes, "first:29400", 0)
+    with pytest.raises(ConfigError, match="give HOST:PORT"):
+        torchrun(8, "2", "first", 0)
 
 
 def test_what_is_set_stays() -> None:

@@ -57,7 +57,10 @@ def first_difference(planned: GraphId, found: GraphId) -> str:
             return f"{_called(old)} is planned where the model has {_called(new)}"
     changed = [name for name, digest in now.items() if before[name] != digest]
     if INPUTS in changed:
-        return "the batch (its names, shapes or dtypes)"
+        return (
+            "the batch (its names, shapes or dtypes): it is made for another batch_size= or "
+            "--batch, or another length of sequences (--seq)"
+        )
     leaves = [m for m in changed if not any(other.startswith(f"{m}.") for other in changed)]
     first = next((m for m in leaves if m), "")
     return f"{_called(first)} computes something else (shapes, dtypes or calls)"

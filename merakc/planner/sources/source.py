@@ -144,7 +144,10 @@ def _from_function(text: str) -> Source:
         raise ConfigError(f"{text}() gave no model and batch, but {what}; {HINT}")
     model, batch, *more = made
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{text}() gave a {type(model).__name__} for a model; {HINT}")
+        raise ConfigError(f"{text}() gave {type(model).__name__} for a model; {HINT}")
+    if more and not isinstance(more[0], Mapping | None):
+        what = type(more[0]).__name__
+        raise ConfigError(f"{text}() gave batch_dims that are {what}, not a mapping; {HINT}")
     dims = parse_batch_dims(more[0] if more else None)
     check_batch_dims(*call_arguments(batch), dims)
     return Source(

@@ -91,9 +91,18 @@ def test_another_process_gives_the_same_hash() -> None:
         ({"factors": (1.0, 2.0, 1.0, 1.0)}, "module 'blocks.1' computes something else"),
         ({"mask": 2.0}, "the model's own forward computes something else"),
         ({"frozen": "blocks.1.down.bias"}, "module 'blocks.1.down' computes something else"),
-        ({"batch": 3}, "the batch (its names, shapes or dtypes)"),
-        ({"width": 5}, "the batch (its names, shapes or dtypes)"),
-        ({"dtype": torch.float64}, "the batch (its names, shapes or dtypes)"),
+        (
+            {"batch": 3},
+            "the batch (its names, shapes or dtypes): it is made for another batch_size=",
+        ),
+        (
+            {"width": 5},
+            "the batch (its names, shapes or dtypes): it is made for another batch_size=",
+        ),
+        (
+            {"dtype": torch.float64},
+            "the batch (its names, shapes or dtypes): it is made for another batch_size=",
+        ),
     ],
 )
 def test_the_first_difference_is_named(change: dict[str, Any], words: str) -> None:

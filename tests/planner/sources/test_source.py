@@ -84,8 +84,9 @@ def test_functions() -> None:
         ),
         ("tests.small_source:four", "gave no model and batch, but 4 values"),
         ("lost.json", "there is no such file"),
-        ("tests.small_source:no_model", "gave a int for a model"),
+        ("tests.small_source:no_model", "gave int for a model"),
         ("tests.small_source:nothing", "gave no model and batch"),
+        ("tests.small_source:numbered", "gave batch_dims that are int"),
     ],
 )
 def test_what_is_no_source(text: str, problem: str) -> None:
