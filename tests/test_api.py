@@ -64,15 +64,18 @@ def warm() -> None:
     warm_up()
 
 
-def _parts_of_a_wide_model() -> tuple[int, ...]:
+def _parts_of_a_wide_model(overlap: float) -> tuple[int, ...]:
     training = Training(tp=2, layers=1)
-    return merakc.auto_parallel(training.model(), training.batch(0), tp=2).plan.sub_batches
+    cluster = replace(NOMINAL_CPU, overlap=overlap)
+    made = merakc.auto_parallel(training.model(), training.batch(0), tp=2, cluster=cluster)
+    return made.plan.sub_batches
 
 
-def test_communication_is_under_computation_where_nobody_has_said_so() -> None:
-    one, other = run_ranks(2, _parts_of_a_wide_model)
+def test_communication_is_under_computation_where_machines_can() -> None:
+    one, other = run_ranks(2, partial(_parts_of_a_wide_model, 1.0))
     assert one == other
     assert one  # () would be collectives that block
+    assert run_ranks(2, partial(_parts_of_a_wide_model, 0.0)) == [(), ()]
 
 
 def on_two_stages() -> list[Reference]:

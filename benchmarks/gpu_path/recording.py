@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_path.clocks import ASIDE, COMPUTING, Clock, Clocks
+from merakc.kernels import collectives
 from merakc.runtime.executor import Step
 from merakc.runtime.streams import stand_in
 from merakc.train import model
@@ -192,6 +193,7 @@ class Recorder(TorchDispatchMode):
             for name in (*BOTH, *INTO, *MESSAGES):
                 real = getattr(group, name)
                 stack.enter_context(patch.object(group, name, _calling(self, name, real)))
+            stack.enter_context(patch.object(collectives, "by_broadcasts", lambda _: False))
             stack.enter_context(patch.object(work, "wait", _bound(self.waited, work.wait)))
             asked = _bound(self.asked, work.is_completed)
             stack.enter_context(patch.object(work, "is_completed", asked))

@@ -71,10 +71,9 @@ def _all_to_all(out: Tensor, blocks: Tensor, group: ThreadGroup, *, async_op: bo
     return _Done()
 
 
-def _all_gather(blocks: list[Tensor], own: Tensor, group: ThreadGroup, *, async_op: bool) -> _Done:
+def _broadcast(value: Tensor, *, group: ThreadGroup, group_src: int, async_op: bool) -> _Done:
     assert async_op
-    for block, value in zip(blocks, group.exchange(own), strict=True):
-        block.copy_(value)
+    value.copy_(group.exchange(value)[group_src])
     return _Done()
 
 
@@ -83,7 +82,7 @@ def _bound(group: ThreadGroup) -> Iterator[None]:
     bind_axis("tp", group)  # type: ignore[arg-type]
     try:
         with (
-            mock.patch("torch.distributed.all_gather", _all_gather),
+            mock.patch("torch.distributed.broadcast", _broadcast),
             mock.patch("torch.distributed.all_to_all_single", _all_to_all),
             mock.patch("torch.distributed.get_backend", return_value="gloo"),
         ):
