@@ -15,8 +15,11 @@ from pydantic import Field
 
 from merakc.machines.figures import (
     STRICT,
+    BytesPerS,
     Count,
     DtypeName,
+    FlopsPerS,
+    Memory,
     NotNegative,
     Part,
     Points,
@@ -60,9 +63,9 @@ class Device:
     __pydantic_config__ = STRICT
 
     name: str
-    peak_flops_per_s: Mapping[DtypeName, Positive] = field(hash=False)
-    bytes_per_s: Positive
-    memory_bytes: Count
+    peak_flops_per_s: Mapping[DtypeName, FlopsPerS] = field(hash=False)
+    bytes_per_s: BytesPerS
+    memory_bytes: Memory
     units: Count = 1
     power_w: NotNegative = 0.0
     idle_power_w: NotNegative = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from merakc.machines.figures import STRICT, Count, NotNegative, Positive, Share
+from merakc.machines.figures import STRICT, BytesPerS, Count, Latency, Memory, Share
 
 
 class Link(NamedTuple):
@@ -34,8 +34,8 @@ class Level:
 
     name: str
     devices: Count
-    bytes_per_s: Positive
-    latency_s: NotNegative = 0.0
+    bytes_per_s: BytesPerS
+    latency_s: Latency = 0.0
     shared_by: Count = 1
     symmetric_memory: bool = False
     source: str = ""
@@ -53,11 +53,11 @@ class Host:
 
     __pydantic_config__ = STRICT
 
-    memory_bytes: Count
-    bytes_per_s: Positive
-    down_bytes_per_s: Positive
-    up_bytes_per_s: Positive
-    latency_s: NotNegative = 0.0
+    memory_bytes: Memory
+    bytes_per_s: BytesPerS
+    down_bytes_per_s: BytesPerS
+    up_bytes_per_s: BytesPerS
+    latency_s: Latency = 0.0
     shared_by: Count = 1
     source: str = ""
 

@@ -142,7 +142,8 @@ WRONG = {
     "unknown key of a device": ("bytes_per_s = 1e12", "bytes_per_sec = 1e12",
                                 r"bytes_per_sec: unknown key \(did you mean 'bytes_per_s'\?\).*"
                                 r"1 more thing is wrong"),
-    "zero bandwidth": ("1e11", "0", r"links.0.bytes_per_s: 0 must be greater than 0; mend"),
+    "GB/s": ("1e11", "100", r"links.0.bytes_per_s: 100 must be greater than or equal to 100000"),
+    "microseconds": ("1e-5", "10", "links.1.latency_s: 10 must be less than or equal to 1; mend"),
     "negative latency": ("1e-5", "-1", "links.1.latency_s: -1 must be greater than or equal to 0"),
     "not a number": ("1e11", "nan", "links.0.bytes_per_s: nan must be a finite number"),
     "a share above 1": ("0.5", "1.5", "link_share: 1.5 must be less than or equal to 1"),
