@@ -260,7 +260,7 @@ def _by_elements(
     first = next((x for x in known if x.source.is_part), known[0])
     is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
     missing = next((x for x in known if not x.source.is_everywhere), None)
-    if missing is not None and meets_gradients(args, kwargs):
+    if missing is not None and meets_gradients(name, args, kwargs):
         return _meeting(func, name, args, kwargs, missing)
     keeps = is_pointwise(name) or name in _WRITES | COPIES | _VIEWS
     if is_part and not keeps:

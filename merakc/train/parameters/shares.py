@@ -85,11 +85,17 @@ def number_of(of: Any) -> Share:
     return Share(share_of(of, made).terms, of.source.shape)
 
 
-def meets_gradients(*given: Any) -> bool:
-    """Whether tensors of a call that are no parameter's are to have gradients."""
+def meets_gradients(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether tensors of a call that are no parameter's are to have gradients. They have none of
+    what is written into something without, such as a gradient that is scaled by a norm.
+    """
+    target = args[0] if args else None
+    writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    if writes and isinstance(target, OfAWhole) and not target.requires_grad:
+        return False
     return torch.is_grad_enabled() and any(
         x.requires_grad
-        for x in pytree.tree_leaves(given)
+        for x in pytree.tree_leaves((args, kwargs))
         if isinstance(x, torch.Tensor) and not isinstance(x, OfAWhole)
     )
 
