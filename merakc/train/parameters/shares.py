@@ -91,7 +91,8 @@ def meets_gradients(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """
     target = args[0] if args else None
     writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    if writes and isinstance(target, OfAWhole) and not target.requires_grad:
+    of_whole = isinstance(target, torch.Tensor) and isinstance(target, OfAWhole)
+    if writes and of_whole and not target.requires_grad:  # type: ignore[union-attr]
         return False
     return torch.is_grad_enabled() and any(
         x.requires_grad
