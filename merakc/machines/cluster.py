@@ -19,7 +19,6 @@ from merakc.machines.figures import (
     Count,
     DtypeName,
     FlopsPerS,
-    Memory,
     NotNegative,
     Part,
     Points,
@@ -65,7 +64,7 @@ class Device:
     name: str
     peak_flops_per_s: Mapping[DtypeName, FlopsPerS] = field(hash=False)
     bytes_per_s: BytesPerS
-    memory_bytes: Memory
+    memory_bytes: Count
     units: Count = 1
     power_w: NotNegative = 0.0
     idle_power_w: NotNegative = 0.0

@@ -8,10 +8,9 @@ from pydantic import ConfigDict, Field
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-# What machines have, widely: figures in another unit (GB/s, TFLOP/s, GiB, microseconds) have less.
+# What machines have, widely: figures in another unit (GB/s, TFLOP/s, microseconds) have less.
 FlopsPerS = Annotated[float, Field(ge=1e8, allow_inf_nan=False)]
 BytesPerS = Annotated[float, Field(ge=1e5, allow_inf_nan=False)]
-Memory = Annotated[int, Field(ge=1 << 20)]
 Latency = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Part = Annotated[float, Field(ge=0, le=1)]  # a share that may be nothing

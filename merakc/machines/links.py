@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from merakc.machines.figures import STRICT, BytesPerS, Count, Latency, Memory, Share
+from merakc.machines.figures import STRICT, BytesPerS, Count, Latency, Share
 
 
 class Link(NamedTuple):
@@ -53,7 +53,7 @@ class Host:
 
     __pydantic_config__ = STRICT
 
-    memory_bytes: Memory
+    memory_bytes: Count
     bytes_per_s: BytesPerS
     down_bytes_per_s: BytesPerS
     up_bytes_per_s: BytesPerS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from merakc.machines.figures import BytesPerS, FlopsPerS, Latency, Memory
+from merakc.machines.figures import BytesPerS, FlopsPerS, Latency
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,6 @@ from merakc.machines.figures import BytesPerS, FlopsPerS, Latency, Memory
     [
         (FlopsPerS, 5e9, 989.0),  # TFLOP/s
         (BytesPerS, 1.25e5, 3350.0),  # GB/s; right is a link of 1 Mb/s
-        (Memory, 1 << 30, 80),  # GiB
         (Latency, 1e-5, 10.0),  # microseconds
     ],
 )
