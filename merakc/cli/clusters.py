@@ -40,7 +40,9 @@ def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
 def is_built_in(name: str) -> bool:
     """Whether machines of that name need no file."""
     preset = re.fullmatch(r"([^:+]+)(:\d{1,7})?(\+tf32)?", name)
-    return name in CLUSTERS or (preset is not None and preset[1] in preset_names())
+    return name.removesuffix("+tf32") in CLUSTERS or (
+        preset is not None and preset[1] in preset_names()
+    )
 
 
 def machines_of(file: PlanFile) -> str:

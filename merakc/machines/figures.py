@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-# What machines have, widely: figures in another unit (GB/s, TFLOP/s, microseconds) have less.
+# What machines have, widely: figures in another unit (GB/s, TFLOP/s, microseconds) lie outside.
 FlopsPerS = Annotated[float, Field(ge=1e8, allow_inf_nan=False)]
 BytesPerS = Annotated[float, Field(ge=1e5, allow_inf_nan=False)]
 Latency = Annotated[float, Field(ge=0, le=1)]

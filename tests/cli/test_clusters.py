@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merakc.cli.clusters import machines
+from merakc.cli.clusters import is_built_in, machines
 from merakc.errors import ClusterError
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -15,6 +15,7 @@ def test_machines_by_name() -> None:
     assert half.flops_per_s > single.flops_per_s
     assert half.hardware is not None
     assert machines("gpu+tf32", "float32") == machines("gpu", "float32")
+    assert is_built_in("gpu+tf32")  # so that a plan's own machines are found again
 
 
 def test_a_preset_has_as_many_nodes_as_the_ranks_take() -> None:
