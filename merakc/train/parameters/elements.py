@@ -19,7 +19,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _foreach_utils
 
-from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
 from merakc.runtime.part import OfAWhole, TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
@@ -34,7 +33,16 @@ from merakc.train.parameters.numbers import (
     spreads,
 )  # fmt: skip
 from merakc.train.parameters.places import absent, elsewhere
-from merakc.train.parameters.shares import Share, called, meets_gradients, number_of, share_of
+from merakc.train.parameters.shares import (
+    MEETS,
+    Share,
+    called,
+    lets_none_through,
+    meets_gradients,
+    number_of,
+    refusal,
+    share_of,
+)
 from merakc.train.parameters.stepping import is_stepping, watch_optimizers
 
 # Those that have all elements, in another shape, and in which order they take them.
@@ -199,7 +207,7 @@ def _told_apart(of: Any) -> torch.Tensor:
     if not source.is_part:
         return nn.Parameter(own.detach(), of.requires_grad) if isinstance(of, nn.Parameter) else own
     if source.place is None or of.views:
-        raise _refusal("pickle", of)
+        raise refusal("pickle", of)
     return TensorPart(own.detach(), source.place)
 
 
@@ -241,7 +249,7 @@ def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
     is_set = name in ("grad", "data") and func.__name__ == "__set__"
     if is_set and isinstance(value, torch.Tensor):
         if isinstance(value, Known) and not _is_alike(of, value):
-            raise _refusal(name, of)
+            raise refusal(name, of)
         own = plain(value)
         is_whole = own.shape != plain(of).shape and of.source.is_part
         args = of, _of(of.source, of.source.part(own) if is_whole else own)
@@ -260,32 +268,35 @@ def _by_elements(
     first = next((x for x in known if x.source.is_part), known[0])
     is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
     missing = next((x for x in known if not x.source.is_everywhere), None)
-    if missing is not None and meets_gradients(name, args, kwargs):
+    meets = missing is not None and meets_gradients(args, kwargs)
+    writes = (name.endswith("_") and name[:2] != "__") or name in _PYTHON_WRITES
+    out = kwargs.get("out")
+    target = out if out is not None else [*args, *kwargs.values()][0] if writes else first
+    if meets and not (writes and isinstance(target, Known) and not target.requires_grad):
         return _meeting(func, name, args, kwargs, missing)
     keeps = is_pointwise(name) or name in _WRITES | COPIES | _VIEWS
     if is_part and not keeps:
         return _answer(func, name, args, kwargs, first)
-    out = kwargs.get("out")
-    writes = (name.endswith("_") and name[:2] != "__") or name in _PYTHON_WRITES
-    target = out if out is not None else [*args, *kwargs.values()][0] if writes else first
     if is_part and not (alike and isinstance(target, Known) and _fits(first, (args, kwargs))):
-        raise _refusal(name, first)
+        raise refusal(name, first)
     if not is_part and any(isinstance(x, FakeTensor) for x in args):  # which knows none of ours
         return func(*pytree.tree_map_only(Known, plain, args), **kwargs)
     try:
         result = func(*args, **kwargs)
     except (RuntimeError, IndexError) as error:
         if is_part:
-            raise _refusal(name, first) from error
+            raise refusal(name, first) from error
         raise
+    if meets:
+        lets_none_through(result, partial(refusal, name, missing, MEETS))
     if isinstance(result, Known) or not isinstance(result, torch.Tensor):
         if is_part and not isinstance(result, (Known, str)):
-            raise _refusal(name, first)
+            raise refusal(name, first)
         return result  # what was written, or the name of a type
     if keeps and alike and result.numel() == first.numel():
         return _of(first.source, result, _views(name, args, kwargs, first, result))
     if is_part:
-        raise _refusal(name, first)
+        raise refusal(name, first)
     return result
 
 
@@ -305,7 +316,7 @@ def _meeting(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], 
     its own elements alone: of a single number, what every rank has of it.
     """
     if of.source.numel > 1 or not is_pointwise(name):
-        raise _refusal(name, of, _MEETS)
+        raise refusal(name, of, MEETS)
     args, kwargs = pytree.tree_map_only(Known, number_of, (tuple(args), kwargs))
     return called(func, args, kwargs)
 
@@ -332,7 +343,7 @@ def _answer(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         return func(whole, *args[1:], **kwargs)
     if name in _OF_ANY or (name.lstrip("_").startswith("is_") and name not in _OF_ELEMENTS):
         return func(*args, **kwargs)
-    raise _refusal(name, of)
+    raise refusal(name, of)
 
 
 def _of_lists(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -370,6 +381,8 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
     known = [x for x in row if isinstance(x, Known)]
     first = next((x for x in known if x.source.is_part), known[0] if known else None)
     alike = all(_is_alike(x, first) for x in known)
+    if meets_gradients(row, single) and not all(x.source.is_everywhere for x in known):
+        raise refusal(name, first, MEETS)
     if first is None or not first.source.is_part:
         return first if alike else None
     op = name.removeprefix("_foreach_")
@@ -377,24 +390,5 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
     keeps = op == name or op in _WRITES | COPIES or pointwise
     target = row[0] if name.endswith("_") else first
     if not (keeps and alike and isinstance(target, Known) and _fits(first, (row, single))):
-        raise _refusal(name, first)
+        raise refusal(name, first)
     return first
-
-
-_MEETS = (
-    "with a tensor that has gradients, which would be those of a rank's own elements alone: reduce "
-    "the parameter first (`x * p.sum()`, `x + p.norm()`), do this in the model's forward, or keep "
-    'it whole on every rank (tp=1, pp=1, state_shards="zero-0"). Otherwise: '
-)
-
-
-def _refusal(name: str, of: Any, why: str = "") -> ConfigError:
-    source, held = of.source, plain(of).numel()
-    has = f"{held} of" if held < source.numel else "all, and others none, of the"
-    return ConfigError(
-        f"torch.{name.strip('_')} is called on '{source.name}' or its gradient, of which this rank "
-        f"holds {has} {source.numel} elements: {why}ranks would take what they have for all. Norms,"
-        " sums, means, largest and smallest elements are those of the whole, and what is computed "
-        "element by element is right; model.full_state_dict() and model.full_gradients() give "
-        "whole tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
-    )

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from merakc.errors import ConfigError
 from merakc.runtime.part import OfAWhole, plain
 from merakc.train.parameters.norms import NOTHING
 from merakc.train.parameters.numbers import NORMS, Kind, Term, kind_of, total, values_of
 
 # What stays one rank's share of a number.
 _CARRIES = {"to", "clone", "detach", "float", "double", "cpu", "cuda"}
+
+MEETS = (
+    "with a tensor that has gradients, which would be those of a rank's own elements alone: reduce "
+    "the parameter first (`x * p.sum()`, `x + p.norm()`), do this in the model's forward, or keep "
+    'it whole on every rank (tp=1, pp=1, state_shards="zero-0"). Otherwise: '
+)
 
 _SIZES = {"shape", "size", "dim", "ndim", "numel", "dtype", "device", "is_floating_point"}
 
@@ -85,20 +92,25 @@ def number_of(of: Any) -> Share:
     return Share(share_of(of, made).terms, of.source.shape)
 
 
-def meets_gradients(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether tensors of a call that are no parameter's are to have gradients. They have none of
-    what is written into something without, such as a gradient that is scaled by a norm.
-    """
-    target = args[0] if args else None
-    writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    of_whole = isinstance(target, torch.Tensor) and isinstance(target, OfAWhole)
-    if writes and of_whole and not target.requires_grad:  # type: ignore[union-attr]
-        return False
+def meets_gradients(*given: Any) -> bool:
+    """Whether tensors of a call that are no parameter's are to have gradients."""
     return torch.is_grad_enabled() and any(
         x.requires_grad
-        for x in pytree.tree_leaves((args, kwargs))
+        for x in pytree.tree_leaves(given)
         if isinstance(x, torch.Tensor) and not isinstance(x, OfAWhole)
     )
+
+
+def lets_none_through(written: torch.Tensor, refusal: Callable[[], Exception]) -> None:
+    """What was written into a tensor without gradients, such as a gradient that is scaled by a
+    norm, stands for its values: an error if it is differentiated.
+    """
+
+    def refuse(_: torch.Tensor) -> None:
+        raise refusal()
+
+    if written.requires_grad:
+        written.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -147,3 +159,16 @@ def _values(share: Share) -> torch.Tensor:
     if share.found is None:
         share.found = torch.stack(values_of(share.terms)).view(tuple(share.shape))
     return share.found
+
+
+def refusal(name: str, of: Any, why: str = "") -> ConfigError:
+    """The error of a call that would take a part of a parameter or gradient for all of it."""
+    source, held = of.source, plain(of).numel()
+    has = f"{held} of" if held < source.numel else "all, and others none, of the"
+    return ConfigError(
+        f"torch.{name.strip('_')} is called on '{source.name}' or its gradient, of which this rank "
+        f"holds {has} {source.numel} elements: {why}ranks would take what they have for all. Norms,"
+        " sums, means, largest and smallest elements are those of the whole, and what is computed "
+        "element by element is right; model.full_state_dict() and model.full_gradients() give "
+        "whole tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
+    )
