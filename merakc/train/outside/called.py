@@ -58,15 +58,16 @@ class Called:
         self.before = self.around(self.steps.settings.seen)
 
     def around(self, seen: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
-        """What another forward goes by: versions, and of an evaluation, whose outputs may be read
-        after `p.data.copy_(average)`, the weights; and settings, where they are not `seen` yet.
+        """What another forward goes by: marks of its batch and of the model's tensors, and of an
+        evaluation, whose outputs may be read after `p.data.copy_(average)`, these themselves; and
+        settings, where they are not `seen` yet.
         """
         steps = self.steps
         held = [t for name, t in steps.state.items() if name not in self.step.written]
         given = pytree.tree_leaves((self.args, self.kwargs))
         versions = [marks(x) for x in given if isinstance(x, torch.Tensor)]
         unread = [] if self.kept else held
-        weights = [t._version for t in held] if self.trains else [crc_of(plain(t)) for t in unread]
+        weights = _marks_of(held) if self.trains else [crc_of(plain(t)) for t in unread]
         return (weights, versions), *(steps.settings.now() if seen is None else seen)
 
     def is_like(self, other: Called) -> bool:
@@ -130,3 +131,9 @@ def _not_kept(name: str) -> str:
         "another forward would not give what the step's has given; call "
         f"model.keep_outputs({name!r}) before the first step, and steps keep it"
     )
+
+
+def _marks_of(held: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """How often each was written to, and where it lies."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(t._version, t.data_ptr()) for t in held]

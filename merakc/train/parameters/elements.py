@@ -67,6 +67,7 @@ _OFTEN = {
     torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__get__,  # type: ignore[union-attr, attr-defined]
     torch.Tensor.__eq__, torch.Tensor.__ne__,  # with None
 }  # fmt: skip
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _ACCESS = ("__get__", "__set__", "__delete__")
 _EQUAL = {"equal": torch.eq, "allclose": torch.isclose}
 # What differentiates, and gives gradients that say themselves what they are of; what users ask for
@@ -215,6 +216,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A call of torch's with elements among its arguments."""
     if is_stepping() or func in _AS_THEY_ARE:
         return func(*args, **kwargs)
+    if func == _DATA:  # so that what is written there is noticed
+        func = torch.Tensor.detach
     packet = getattr(func, "overloadpacket", func)  # an op of a mode's, below
     name = func.__self__.__name__ if func.__name__ in _ACCESS else packet.__name__
     known = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Known)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,6 +250,10 @@ def backward_of(what: str, model: ParallelModel) -> None:
         with torch.no_grad():
             model.get_parameter("last.bias").add_(1.0)
         loss.backward()
+    elif what == "other memory":
+        bias = model.get_parameter("last.bias")
+        bias.data = bias.data + 1.0
+        loss.backward()
     elif what == "evaluation":
         model.eval()
         loss.backward()
@@ -268,6 +273,7 @@ def backward_of(what: str, model: ParallelModel) -> None:
         ("rows", r"backward\(\) of a tensor of shape \[8, 3\]"),
         ("no gradient", "does not require a gradient"),
         ("other weights", "were changed between the call"),
+        ("other memory", "were changed between the call"),
         ("evaluation", "were changed between the call"),
         ("inputs", "with inputs"),
         *((name, "was written to before loss.backward") for name in WRITES),
@@ -277,6 +283,26 @@ def test_what_is_refused(what: str, told: str) -> None:
     model = normed()
     with pytest.raises(ConfigError, match=told):
         backward_of(what, model)
+
+
+def written(write: Callable[[torch.Tensor], object]) -> str:
+    """What a step says where the parts of weights were written to before its backward."""
+    model = normed(dp=1, tp=2)
+    loss = F.cross_entropy(model(X), Y)
+    write(model.get_parameter("last.weight"))
+    try:
+        loss.backward()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_what_is_written_by_data_counts() -> None:
+    """Where ranks hold parts, which say so when they are written to."""
+    for told in run_ranks(2, partial(written, lambda weight: weight.data.view(-1).add_(1.0))):
+        assert "were changed between the call" in told
+    assert run_ranks(2, partial(written, lambda weight: weight.data.norm().item())) == ["", ""]
 
 
 def on_two(**options: Any) -> str:
