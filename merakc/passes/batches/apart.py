@@ -8,7 +8,7 @@ more than that: numbers at random may all lie on one side of a bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -201,21 +201,27 @@ def _of_part(mine: _Trial, together: Sequence[Tensor], number: int) -> list[Tens
 
 def _same_gradients(mine: _Trial, other: _Trial, values: _Values) -> bool:
     """Whether the parts' gradients of samples are those of the whole, and add up to those of
-    constants.
+    constants, for gradients of all sizes and of any of the results: a backward may do otherwise
+    where one has none.
     """
     parts, rows_of, trained = values.parts(values.whole), values.rows_of, values.trained
     generator = torch.Generator().manual_seed(1)
-    for scale in SCALES:
+    every_one = frozenset(range(len(mine.specs)))
+    alone = {frozenset({k}) for k in every_one}
+    some = {*alone, *(every_one - one for one in alone)} - {every_one, frozenset()}
+    for scale, reached in [*((s, every_one) for s in SCALES), *((1.0, s) for s in some)]:
         given = [[scale * _numbers(s, generator) for s in mine.specs] for _ in parts]
         every = [
             _filled(torch.cat(own), s) if own[0].shape != s.shape else torch.stack(own).sum(0)
             for own, s in zip(zip(*given, strict=True), other.specs, strict=True)
         ]
-        whole = _gradients(other, values.whole, every, trained)
+        whole = _gradients(other, values.whole, every, trained, reached)
         covered = len(parts) * values.samples
         wanted = [r.take(g, 0, covered) if r else g for r, g in zip(rows_of, whole, strict=True)]
-        each = zip(*(_gradients(mine, p, g, trained) for p, g in zip(parts, given, strict=True)),
-                   strict=True)  # fmt: skip
+        each = zip(
+            *(_gradients(mine, p, g, trained, reached) for p, g in zip(parts, given, strict=True)),
+            strict=True,
+        )
         joined = [
             rows.join(own) if rows else torch.stack(own).sum(0)
             for rows, own in zip(rows_of, each, strict=True)
@@ -237,13 +243,19 @@ def _numbers(spec: TensorSpec, generator: torch.Generator) -> Tensor:
 
 
 def _gradients(
-    trial: _Trial, values: Sequence[Tensor], grads: Sequence[Tensor], trained: Sequence[bool]
+    trial: _Trial,
+    values: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    trained: Sequence[bool],
+    reached: Collection[int],
 ) -> list[Tensor]:
-    """The gradients of all arguments; zeros of those that have none."""
+    """The gradients of all arguments, by those of the results that are `reached`; zeros of those
+    that have none.
+    """
     with torch.enable_grad():
         own = [v.detach().requires_grad_(t) for v, t in zip(values, trained, strict=True)]
         outs = zip(trial.run(own, 0), grads, strict=True)
-        pairs = [(o, g) for o, g in outs if o.requires_grad]
+        pairs = [(o, g) for k, (o, g) in enumerate(outs) if k in reached and o.requires_grad]
         leaves = [x for x in own if x.requires_grad]
         if not pairs or not leaves:
             return [torch.zeros_like(v) for v in own]

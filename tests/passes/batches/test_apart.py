@@ -107,6 +107,21 @@ class Scaling(Function):
         return (grad * ctx.factor).clamp(-1.0, 1.0), None
 
 
+class Unread(Function):
+    """Adds one to the gradient of a parameter wherever its own result has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return x * 1, x * scale
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Any:
+        if second is None:
+            return first, torch.ones(4)
+        return (second if first is None else first + second), second.sum(0)
+
+
 class Reversing(Function):
     """Turns gradients around."""
 
@@ -150,8 +165,17 @@ def test_numbers_of_each_sample_may_be_asked_for() -> None:
         (lambda m, x: Failing.apply(m.first(x)), Kind.COUPLED),
         (lambda m, x: m.first(x) * Scaling.apply(m.scale, 2.0), Kind.COUPLED),
         (lambda m, x: m.first(x) * Reversing.apply(m.scale), Kind.ROWS),
+        (lambda m, x: Unread.apply(m.first(x), m.scale)[0], Kind.COUPLED),
     ],
-    ids=["scaled", "by size", "centred", "failing", "bound on a parameter", "of a parameter"],
+    ids=[
+        "scaled",
+        "by size",
+        "centred",
+        "failing",
+        "bound on a parameter",
+        "of a parameter",
+        "of no gradient",
+    ],
 )
 def test_custom_functions_are_tried(forward: Any, kind: Kind) -> None:
     class Custom(nn.Module):
