@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import signature
@@ -83,6 +83,7 @@ def auto_parallel(
     tp: int | None = None,
     cp: int | None = None,
     ep: int | None = None,
+    expert_load: Sequence[float] = (),
     pp: int | None = None,
     micro_batches: int | None = None,
     schedule: str | Path = "auto",
@@ -121,6 +122,7 @@ def auto_parallel(
         tp: tensor-parallel degree.
         cp: ranks that hold the same parameters and each take a part of every sequence, beside tp.
         ep: the same, with the experts of mixtures shared among them.
+        expert_load: how many tokens each expert gets, as predictions have it; if empty, all alike.
         pp: pipeline ranks.
         micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
@@ -228,7 +230,7 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
         precision=parse_precision(asked["precision"]), couplings=asked["couplings"],
         batch_dims=parse_batch_dims(asked["batch_dims"]), total_batch_size=asked["batch_size"],
         **{name: asked[name] for name in names},
-    ).with_parts(asked["cp"], asked["ep"])  # fmt: skip
+    ).with_parts(asked["cp"], asked["ep"], asked["expert_load"])  # fmt: skip
     model, loss = asked["model"], asked["loss"]
     forward = model if loss is None else WithLoss(model, loss)
     given = asked["plan"], asked["cluster"], device, agreed

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
+from merakc.files.reading import read_text
 from merakc.report.terminal import QUIET, Terminal
 from merakc.report.yields import Goal, parse_count
 
@@ -35,6 +36,10 @@ SharingSequences = Annotated[
 ]
 SharingExperts = Annotated[
     int | None, typer.Option("--ep", help="Ranks that share experts too.", min=1)
+]
+LoadOfExperts = Annotated[
+    str | None,
+    typer.Option("--expert-load", help="Tokens by expert, to predict with: 4,2,1,1, or a file."),
 ]
 Tokens = Annotated[
     str | None, typer.Option(help="Of a whole training (300B, 1.5T): days, energy, price of it.")
@@ -153,6 +158,20 @@ def shards_of(text: str | None) -> str | tuple[int, ...] | None:
     except ValueError as error:
         raise ConfigError(
             f"--state-shards {text}: give zero-1 to zero-3, or three numbers such as 1,1,8"
+        ) from error
+
+
+def load_of(text: str | None) -> tuple[float, ...]:
+    """Tokens by expert: `4,2,1,1`, or a file of such numbers. Raises `ConfigError`."""
+    if text is None:
+        return ()
+    given = read_text(Path(text)) if Path(text).is_file() else text
+    try:
+        return tuple(float(part) for part in given.strip(" []\n").split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--expert-load {text}: give how many tokens each expert gets, such as 4,2,1,1, or a "
+            "file of these numbers"
         ) from error
 
 

@@ -14,6 +14,7 @@ from merakc.cli.console import (
     NO,
     AsJson,
     Limit,
+    LoadOfExperts,
     Offload,
     Price,
     SharingExperts,
@@ -24,6 +25,7 @@ from merakc.cli.console import (
     check_outputs,
     ending_after,
     goal_of,
+    load_of,
     progress_console,
     shards_of,
     told,
@@ -66,6 +68,7 @@ def plan(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     cp: SharingSequences = None,
     ep: SharingExperts = None,
+    expert_load: LoadOfExperts = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
@@ -95,7 +98,7 @@ def plan(
             ranks, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule, order=(),
             recompute=recompute, sequence_parallel=None, state_shards=shards_of(state_shards),
             precision=mixed, overlap=overlap, offload=offload,
-        ).with_parts(cp, ep)  # fmt: skip
+        ).with_parts(cp, ep, load_of(expert_load))  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
         asked = with_schedule(request)
         with ending_after(limit):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from merakc.errors import ConfigError
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
-from merakc.ir.strategy import Strategy
+from merakc.ir.strategy import NO_EXPERTS, Strategy
 from merakc.planner.carry import shards_like
 
 # The least that splits at all.
@@ -49,7 +49,7 @@ def lower_strategy(plan: Plan, ranks: int) -> Strategy:
     lowered = plan.strategy.on(
         mesh, micro_batches=micro_batches, batch_size=micro_batches * samples, chunks=chunks,
         sequence_parallel=plan.sequence_parallel and mesh.tp > 1,
-        expert_parallel=plan.expert_parallel and mesh.cp > 1,
+        **(NO_EXPERTS if mesh.cp == 1 else {}),
     )  # fmt: skip
     return shards_like(plan, lowered, shards)
 
@@ -61,8 +61,7 @@ def replicas(plan: Plan, strategy: Strategy, ranks: int) -> Strategy | None:
     few = min(strategy.micro_batches, MICRO_BATCHES)
     alone = strategy.on(
         Mesh(dp=DEGREE), micro_batches=few, batch_size=few * strategy.samples, chunks=1,
-        schedule="1f1b", order=(), sequence_parallel=False,
-        expert_parallel=False,
+        schedule="1f1b", order=(), sequence_parallel=False, **NO_EXPERTS,
     )  # fmt: skip
     return shards_like(plan, alone, {n: min(level, DEGREE) for n, level in _levels(plan).items()})
 

@@ -242,6 +242,9 @@ def _layouts(plan: Values) -> Iterator[str]:
         yield f"sequence_parallel is true; with {degrees} it must be false"
     if plan["expert_parallel"] and (plan["cp"] == 1 or plan["tp"] > 1 or not plan["splits"]):
         yield "expert_parallel is true; cp must then be 2 or more, tp 1, and splits not empty"
+    load = plan["expert_load"]
+    if load and not (plan["expert_parallel"] and min(load) >= 0 and abs(sum(load) - 1) < 1e-6):
+        yield "expert_load is given; it must be shares of 1, and expert_parallel true"
     for name, text in plan["splits"].items():
         try:
             found = parse_layout(text)

@@ -20,6 +20,7 @@ class Form(NamedTuple):
     sequence_parallel: bool = False
     cp: int = 1
     expert_parallel: bool = False
+    expert_load: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees.items())
@@ -57,7 +58,8 @@ class Strategy(Degrees):
     say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
     whole runs on parts of sequences. The ranks of cp split sequences, and hold the same
     parameters; with `expert_parallel` they share the experts as well, and their number is known as
-    ep. `recompute` says what a backward computes
+    ep; `expert_load` is the share of the tokens that each expert gets, as seconds and memory are
+    predicted, and without it all get as many. `recompute` says what a backward computes
     again. `state_shards` are those of parameters, gradients and optimizer state over dp, and over
     cp, stage by stage; empty, none is sharded. Without a `precision` the model computes in its own
     dtypes. `offload` names the kinds of tensors (`merakc.ir.offload`) of which some live on the
@@ -71,6 +73,7 @@ class Strategy(Degrees):
     chunks: int = 1
     sequence_parallel: bool = False
     expert_parallel: bool = False
+    expert_load: tuple[float, ...] = ()
     recompute: str = "none"
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None
@@ -99,7 +102,8 @@ class Strategy(Degrees):
     @property
     def form(self) -> Form:
         """What the graph of a lane depends on, beside the samples."""
-        return Form(self.tp, self.sequence_parallel, self.cp, self.expert_parallel)
+        share = self.cp, self.expert_parallel, self.expert_load
+        return Form(self.tp, self.sequence_parallel, *share)
 
     @property
     def degrees(self) -> str:
@@ -140,4 +144,5 @@ class Strategy(Degrees):
         return ", ".join(parts)
 
 
+NO_EXPERTS: dict[str, Any] = {"expert_parallel": False, "expert_load": ()}
 DECISIONS = tuple(field.name for field in fields(Strategy))

@@ -25,7 +25,7 @@ from merakc.ir.program import Program, StageGraphs
 from merakc.ir.report import CutReport
 from merakc.ir.same import Same
 from merakc.ir.schedule import Schedule
-from merakc.ir.strategy import DECISIONS, Strategy
+from merakc.ir.strategy import DECISIONS, NO_EXPERTS, Strategy
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.lowering.find_samples import check_lists
 from merakc.machines.cluster import Cluster
@@ -348,7 +348,7 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     except ShardError:
         if plan.cp == 1:
             raise
-        alone, own = sharded_as_planned(graph, replace(plan, cp=1, expert_parallel=False))
+        alone, own = sharded_as_planned(graph, replace(plan, cp=1, **NO_EXPERTS))
         context = computed_whole(alone, plan.cp, plan.splits if plan.expert_parallel else {})
         return alone, replace(own, context=context)
     except PlanError as error:

@@ -22,7 +22,7 @@ def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
         ):
             continue
         if 1 < lanes <= experts and _is_open(request) and request.expert_parallel is None:
-            yield Form(cp=lanes, expert_parallel=True)
+            yield Form(cp=lanes, expert_parallel=True, expert_load=request.expert_load)
         if _may_share_sequences(request):
             shared = (tp for tp in divisors(lanes) if tp <= node and tp < lanes)
             yield from (Form(tp, cp=lanes // tp) for tp in shared)
@@ -30,7 +30,9 @@ def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
         if left or request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
         if request.cp is not None and request.cp > 1:
-            yield Form(tp, cp=request.cp, expert_parallel=bool(request.expert_parallel))
+            shares = bool(request.expert_parallel)
+            load = request.expert_load if shares else ()
+            yield Form(tp, cp=request.cp, expert_parallel=shares, expert_load=load)
             continue
         asked = request.sequence_parallel if tp > 1 else False
         yield from (Form(tp, s) for s in (False, True) if asked in (None, s))

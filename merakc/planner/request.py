@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Request:
     sequence_parallel: bool | None = None
     cp: int | None = None
     expert_parallel: bool | None = None  # of cp's ranks
+    expert_load: tuple[float, ...] = ()  # what share of the tokens each expert gets; all as many
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
@@ -79,7 +81,7 @@ class Request:
         """
         decided: dict[str, Any] = {name: getattr(strategy, name) for name in DECISIONS}
         decided["chunks"] = strategy.chunks if strategy.chunks > 1 else None
-        for name in ("recompute", "order", "precision", "offload"):
+        for name in ("recompute", "order", "precision", "offload", "expert_load"):
             decided[name] = getattr(self, name)
         if self.schedule != AUTO:
             decided["schedule"] = self.schedule
@@ -89,12 +91,17 @@ class Request:
             decided["state_shards"] = strategy.shards(0).counts
         return replace(self, **decided, total_batch_size=None, overlap=0)
 
-    def with_parts(self, cp: int | None, ep: int | None) -> Request:
-        """The request for so many ranks that share sequences; `ep` of them share the experts too.
+    def with_parts(
+        self, cp: int | None, ep: int | None, expert_load: Sequence[float] = ()
+    ) -> Request:
+        """The request for so many ranks that share sequences; `ep` of them share the experts too,
+        to which tokens go in these proportions.
 
-        Raises `ConfigError` where tp is asked for beside ep, cp of another number than ep, or
-        sequence parallelism beside either.
+        Raises `ConfigError` where tp is asked for beside ep, cp of another number than ep,
+        sequence parallelism beside either, or proportions that are none.
         """
+        if expert_load:
+            self = replace(self, expert_load=shares_of(expert_load))
         if cp is None and ep is None:
             return self
         axis, ranks = ("cp", cp) if ep is None else ("ep", ep)
@@ -127,6 +134,17 @@ class Request:
             return self.batch_size
         each, left = divmod(self.total_batch_size, dp)
         return None if left else each
+
+
+def shares_of(load: Sequence[float]) -> tuple[float, ...]:
+    """Proportions as shares of one. Raises `ConfigError` for what is none."""
+    total = sum(load)
+    if not (all(0 <= n < math.inf for n in load) and total > 0):
+        raise ConfigError(
+            f"expert_load is {[*load]}: give how many tokens each expert gets, in any unit, of "
+            "which one is more than 0"
+        )
+    return tuple(n / total for n in load)
 
 
 def with_schedule(request: Request) -> Request:

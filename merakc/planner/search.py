@@ -72,6 +72,7 @@ def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
         schedule="1f1b" if request.schedule == AUTO else request.schedule, order=request.order,
         chunks=request.chunks or 1, sequence_parallel=bool(request.sequence_parallel),
         expert_parallel=bool(request.expert_parallel), precision=request.precision,
+        expert_load=request.expert_load if request.expert_parallel else (),
     )  # fmt: skip
     lowered, asked = make_plan(record(strategy.samples), strategy, cluster), request.state_shards
     if asked is None or asked == AUTO:

@@ -17,7 +17,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.state import AUTO
-from merakc.ir.strategy import Strategy
+from merakc.ir.strategy import NO_EXPERTS, Strategy
 from merakc.lowering.lowered import Lowered, apply_plan
 from merakc.lowering.overlap import overlap_gains, with_parts
 from merakc.lowering.predict import predict
@@ -102,7 +102,7 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
     if strategy.tp == 1 or strategy.cp > 1:
         strategy = replace(strategy, sequence_parallel=False)
     if strategy.cp == 1:
-        strategy = replace(strategy, expert_parallel=False)
+        strategy = replace(strategy, **NO_EXPERTS)
     if strategy.expert_parallel and strategy.tp > 1:
         raise ConfigError(
             f"ep={strategy.cp} and tp={strategy.tp}: experts are not split over tp as well; give "

@@ -31,3 +31,11 @@ def test_experts_are_shared_where_there_are_any_and_nothing_says_what_is() -> No
     assert list(open_forms(Request(2, 8, tp=2), 2, experts=4)) == TENSORS
     asked = Request(2, 8).with_parts(None, 2)
     assert list(open_forms(asked, 2, experts=4)) == [experts[0]]
+
+
+def test_what_experts_get_goes_with_them() -> None:
+    load = (0.5, 0.5)
+    for asked in (Request(2, 8, expert_load=load), Request(2, 8).with_parts(None, 2, load)):
+        loads = {f.expert_parallel: f.expert_load for f in open_forms(asked, 2, experts=2)}
+        assert loads.pop(True) == load
+        assert loads in ({}, {False: ()})

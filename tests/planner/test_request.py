@@ -77,3 +77,10 @@ def test_ranks_share_sequences_beside_weights_and_experts_instead() -> None:
         Request(4, 8, sequence_parallel=True).with_parts(2, None)
     with pytest.raises(ConfigError, match="cp is 0; a degree is at least 1"):
         Request(4, 8).with_parts(0, None)
+
+
+def test_what_experts_get_are_shares() -> None:
+    assert Request(4, 8).with_parts(None, 2, [3, 1, 0]).expert_load == (0.75, 0.25, 0.0)
+    for wrong in ([0.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf")]):
+        with pytest.raises(ConfigError, match="give how many tokens each expert gets"):
+            Request(4, 8).with_parts(None, 2, wrong)

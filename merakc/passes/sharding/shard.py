@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from merakc.ir.graph import Graph
@@ -26,19 +26,21 @@ def shard(
     sequence_parallel: bool = False,
     cp: int = 1,
     expert_parallel: bool = False,
+    expert_load: Sequence[float] = (),
 ) -> Sharding:
     """Decides how the graph's values are split over `tp` ranks of a cluster, for each of `cp`.
 
     With `splits`, those parameters and buffers are split as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
     all ranks is computed on parts of sequences. Of the ranks of cp each computes on a part of every
-    sequence, with the same parameters, but for those of experts with `expert_parallel`. Raises
-    `ShardError` where nothing can be split.
+    sequence, with the same parameters, but for those of experts with `expert_parallel`, to which
+    rows go in the shares of `expert_load`. Raises `ShardError` where nothing can be split.
     """
     dims = propagate(graph)
     context = None
     if cp > 1:
-        context = split_context(dims, sharding_of(dims, set(), cp), experts=expert_parallel)
+        load = expert_load if expert_parallel else None
+        context = split_context(dims, sharding_of(dims, set(), cp), load)
     if tp == 1 and context is not None:
         return replace(sharding_of(dims, set(), 1), context=context)
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)

@@ -7,8 +7,10 @@ depends on it shows (`without_rows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from merakc.errors import ShardError
@@ -26,13 +28,20 @@ EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
 
 
 def dispatched(
-    dims: Dims, rule: Rule, blocks: Collection[Experts], ranks: int, parts: Collection[Layout]
+    dims: Dims,
+    rule: Rule,
+    blocks: Collection[Experts],
+    ranks: int,
+    parts: Collection[Layout],
+    load: Sequence[float] = (),
 ) -> tuple[tuple[Dispatched, ...], dict[Ref, Layout]]:
     """The parts of blocks that run on ranks of experts, and the layouts of their weights; `rule`
     gives the dims of a node by itself, `parts` are the layouts of what the ranks have parts of.
+    The rows are counted as on the rank that gets most of them, all of which wait for it: of `load`,
+    the share of each expert, or else as many on each.
 
     Raises `ShardError` where there are fewer experts than ranks, or weights that something else
-    reads, or that are no parameters.
+    reads, or that are no parameters, or other numbers of experts and of shares.
     """
     graph = dims.graph
     makers = {n.name: n for n in graph.nodes}
@@ -54,7 +63,8 @@ def dispatched(
         if strange := sorted(exits - set(block.grouped)):
             at = makers[strange[0]]
             raise ShardError(f"{at.op} at {at.source} is read beside its experts; use ep=1")
-        rows = _rows(sizes, -(-dims.shapes[block.ids][0] // ranks))
+        most = _most(load, experts, makers[next(iter(block.grouped))])
+        rows = _rows(sizes, math.ceil(dims.shapes[block.ids][0] * most))
         found.append(Dispatched(sent, exits, block.sorted_rows, block.ends, experts, rows))
     inside = frozenset[str]().union(*(one.nodes for one in found))
     chains = {ref.node for ref in layouts}
@@ -111,6 +121,19 @@ def _layouts_of(
         f"the experts' weights are made at {source} of more than one parameter, or of those of "
         "other experts, so that no rank can have its own experts' alone; use ep=1"
     )
+
+
+def _most(load: Sequence[float], experts: Sequence[int], at: Node) -> float:
+    """The share of all rows of the rank that gets most."""
+    if not load:
+        return 1 / len(experts)
+    if len(load) != sum(experts):
+        raise ShardError(
+            f"expert_load has the shares of {len(load)} experts, and the mixture at {at.source} "
+            f"has {sum(experts)}; give as many"
+        )
+    ends = accumulate(experts, initial=0)
+    return max(sum(load[a:b]) for a, b in pairwise(ends))
 
 
 def _rows(sizes: Collection[int], least: int) -> int:

@@ -12,7 +12,7 @@ Which nodes compute on parts is a minimum cut, as in `merakc.passes.sharding.seq
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from merakc.analysis.aliases import is_view
@@ -37,17 +37,20 @@ from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem, aliases
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
 
-def split_context(dims: Dims, sharding: Sharding, *, experts: bool = False) -> Sharding:
+def split_context(
+    dims: Dims, sharding: Sharding, expert_load: Sequence[float] | None = None
+) -> Sharding:
     """The sharding of a graph of which nothing is split, with its sequences split over the ranks;
-    with `experts` these are too, each with its weights on one of the ranks. Without, ranks leave
-    their parts of weights' gradients to be added up with those of dp.
+    with an `expert_load`, of which none is even, experts are too, each with its weights on one of
+    the ranks. Without, ranks leave their parts of weights' gradients to be added up with those of
+    dp.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
     activations can be split, or no experts are found on what is.
     """
     for prices in (LIKE_LARGE, AT_ANY_PRICE):
-        problem = ContextProblem(dims, sharding, prices, sends=experts)
+        problem = ContextProblem(dims, sharding, prices, sends=expert_load is not None)
         found: list[SequenceSplit] = []
         sums: set[str] = set()
         for factor in problem.candidates()[:MAX_DIMS]:
@@ -65,8 +68,8 @@ def split_context(dims: Dims, sharding: Sharding, *, experts: bool = False) -> S
             "split; use cp=1"
         )
     sharding = replace(sharding, sequences=tuple(found), partial=sharding.partial | sums)
-    if experts:
-        return _with_experts(problem, sharding)
+    if expert_load is not None:
+        return _with_experts(problem, sharding, expert_load)
     return replace(sharding, sums=gradient_sums(dims.graph, found))
 
 
@@ -80,13 +83,13 @@ def _fault(problem: ContextProblem) -> str:
     return f": {told} is not known to follow from the sorted numbers, or from each row, alone"
 
 
-def _with_experts(problem: ContextProblem, sharding: Sharding) -> Sharding:
+def _with_experts(problem: ContextProblem, sharding: Sharding, load: Sequence[float]) -> Sharding:
     """The same with experts on ranks of their own."""
     every, layouts, sequences = 0, dict(sharding.layouts), []
     for sequence in sharding.sequences:
         blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
         parts = sequence.layouts.values()
-        own, weights = dispatched(problem.dims, problem.rule, blocks, sharding.tp, parts)
+        own, weights = dispatched(problem.dims, problem.rule, blocks, sharding.tp, parts, load)
         layouts |= weights
         every += len(blocks)
         sequences.append(replace(sequence, dispatched=own))

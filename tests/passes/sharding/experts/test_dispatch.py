@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, ends_of, graph_of
 
 
-def _locals(ranks: int = 2, **parts: Part) -> list[Graph]:
+def _locals(ranks: int = 2, load: Sequence[float] = (), **parts: Part) -> list[Graph]:
     graph = graph_of(**parts)
-    sharding = shard(graph, 1, cp=ranks, expert_parallel=True)
+    sharding = shard(graph, 1, cp=ranks, expert_parallel=True, expert_load=load)
     found = [spmd_partition(graph, sharding, rank) for rank in range(ranks)]
     for local in found:
         local.verify()
@@ -81,6 +82,15 @@ def test_weights_are_gathered_in_one_order_on_all_ranks() -> None:
         gathers = [n.args[0].node for n in local.nodes if n.op == "merakc.all_gather.default"]
         assert gathers == [i.name for i in weights]
         assert not any(n.op == "merakc.copy_to.default" for n in local.nodes)
+
+
+def test_rows_are_those_of_the_rank_that_gets_most() -> None:
+    (even,), (uneven,) = (
+        rows_of_experts(_locals(load=load)[0]) for load in ((), (0.1, 0.1, 0.0, 0.2, 0.6))
+    )
+    assert 1.4 * even < uneven < 1.9 * even  # of four fifths in place of a half
+    with pytest.raises(ShardError, match=r"the shares of 2 experts, and the mixture at .* has 5"):
+        _locals(load=(0.5, 0.5))
 
 
 def test_there_are_no_more_ranks_than_experts() -> None:
