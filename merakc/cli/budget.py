@@ -18,7 +18,6 @@ from merakc.cli.console import (
     NO,
     AsJson,
     Limit,
-    LoadOfExperts,
     Offload,
     SharingExperts,
     SharingSequences,
@@ -28,7 +27,6 @@ from merakc.cli.console import (
     check_outputs,
     check_picture,
     ending_after,
-    load_of,
     progress_console,
     told,
     working,
@@ -91,7 +89,6 @@ def budget(
     near: Near = False,
     cp: SharingSequences = None,
     ep: SharingExperts = None,
-    expert_load: LoadOfExperts = None,
     state_shards: StateShards = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     offload: Offload = "none",
@@ -113,8 +110,7 @@ def budget(
         check_picture("plot", picture)
         goals = _goals(tokens, price, names := cluster.split(","))
         request = request_of(precision, state_shards, recompute=recompute, offload=offload)
-        request = request.with_parts(cp, ep, load_of(expert_load))
-        offers = offers_for(source, request, tell, trust=trust)
+        offers = offers_for(source, request.with_parts(cp, ep), tell, trust=trust)
         degrees = {name: n for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n is not None}
         cases = [*_cases(names, ranks, batch, sequence)]
         cases = _with_degrees(cases, degrees, near=near)

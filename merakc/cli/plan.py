@@ -104,8 +104,7 @@ def plan(
         with ending_after(limit):
             lowered, others = plan_offline(given, asked, batch, found, tell, patience)
         tell("writing the report")
-        told_of = make_report(lowered, found, alternatives=others)
-        told_of = replace(told_of, machines=cluster)
+        told_of = replace(make_report(lowered, found, alternatives=others), machines=cluster)
         made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
         made.save(output)
     print_plan(made, goal, as_json=as_json)

@@ -17,7 +17,6 @@ from merakc.cli.console import (
     STOPPED,
     AsJson,
     Limit,
-    LoadOfExperts,
     Offload,
     Price,
     SharingExperts,
@@ -29,7 +28,6 @@ from merakc.cli.console import (
     check_picture,
     ending_after,
     goal_of,
-    load_of,
     progress_console,
     shards_of,
     told,
@@ -63,7 +61,6 @@ def scale(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     cp: SharingSequences = None,
     ep: SharingExperts = None,
-    expert_load: LoadOfExperts = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     state_shards: StateShards = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
@@ -89,7 +86,7 @@ def scale(
         goal = goal_of(tokens, price)
         cases = _cases(cluster, (least, most), (batch, per_rank), sequence)
         asked = request_of(precision, state_shards, recompute=recompute, offload=offload)
-        request = replace(asked, dp=dp, tp=tp, pp=pp).with_parts(cp, ep, load_of(expert_load))
+        request = replace(asked, dp=dp, tp=tp, pp=pp).with_parts(cp, ep)
         offers = offers_for(source, request, tell, trust=trust)
         with ending_after(limit):
             points = offers.each(cases)

@@ -98,9 +98,12 @@ class Request:
         to which tokens go in these proportions.
 
         Raises `ConfigError` where tp is asked for beside ep, cp of another number than ep,
-        sequence parallelism beside either, or proportions that are none.
+        sequence parallelism beside either, proportions that are none, or that nobody asks for.
         """
         if expert_load:
+            if ep == 1 or (cp and ep is None):
+                given = f"cp={cp}" if ep is None else "ep=1"
+                raise ConfigError(f"expert_load and {given}: no ranks share experts; give ep")
             self = replace(self, expert_load=shares_of(expert_load))
         if cp is None and ep is None:
             return self

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from merakc.ir.layout import block_bounds
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.report import CutReport
@@ -43,11 +44,20 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
         facts.append(("overlap", _overlap(plan, gains)))
     if plan.offload != "none":
         facts.append(("on the host", _offload(plan, file.prediction)))
+    if plan.expert_load:
+        facts.append(("tokens", _load(plan)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if file.prediction:
         facts.insert(4, ("predicted", _prediction(file.prediction, plan)))
     return facts
+
+
+def _load(plan: Plan) -> str:
+    """What the ranks of experts get, where it is not as much each."""
+    load, ranks = plan.expert_load, range(plan.cp)
+    shares = [sum(load[slice(*block_bounds(len(load), plan.cp, rank))]) for rank in ranks]
+    return f"{max(shares):.0%} to one of {plan.cp} ranks of experts, {min(shares):.0%} to another"
 
 
 def plan_sections(file: PlanFile) -> list[Section]:

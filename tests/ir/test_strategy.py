@@ -28,7 +28,7 @@ def test_each_decision_can_be_asked_for_by_its_name() -> None:
     assert Request(8, 4, recompute="none").fixed == {"recompute": "none"}
     assert Request(8, 4, offload="optimizer").fixed == {"offload": "optimizer"}
     decided = asked.decided(Strategy(2, 2, 2, batch_size=8, micro_batches=4, schedule="zb-h1"))
-    left = {*FOLLOWING, "chunks", "order", "recompute", "offload", "precision"}
+    left = {*FOLLOWING, "chunks", "order", "recompute", "offload", "precision", "expert_load"}
     assert set(DECISIONS) - set(decided.fixed) == left
     assert (decided.tp, decided.batch_size, decided.schedule) == (2, 8, "zb-h1")
     assert decided.state_shards == "zero-1"

@@ -84,3 +84,5 @@ def test_what_experts_get_are_shares() -> None:
     for wrong in ([0.0, 0.0], [1.0, -1.0], [float("nan")], [float("inf")]):
         with pytest.raises(ConfigError, match="give how many tokens each expert gets"):
             Request(4, 8).with_parts(None, 2, wrong)
+    with pytest.raises(ConfigError, match="ep=1: no ranks share experts; give ep"):
+        Request(4, 8).with_parts(None, 1, [1.0, 2.0])

@@ -35,6 +35,12 @@ def test_the_batch_is_that_of_all_ranks() -> None:
     assert dict(plan_facts(plan))["batch"] == "64 samples: 16 on each dp rank, in 1 micro-batch"
 
 
+def test_an_uneven_load_of_experts_is_told() -> None:
+    plan = tiny_file(tp=1, cp=2, expert_parallel=True, expert_load=(0.5, 0.1, 0.1, 0.3))
+    told = dict(plan_facts(plan))["tokens"]
+    assert told == "60% to one of 2 ranks of experts, 40% to another"
+
+
 def test_all_parameters_are_counted_once() -> None:
     tensors = plan_sections(tiny_file())[1]
     assert sum(int(row[-1]) for row in tensors.rows) == len(tiny_plan().parameters)
