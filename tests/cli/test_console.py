@@ -17,6 +17,7 @@ from merakc.cli.console import (
     UNUSABLE,
     check_outputs,
     ending_after,
+    load_of,
     progress_console,
     told,
     working,
@@ -106,3 +107,11 @@ def test_a_limit_is_a_ctrl_c_and_leaves_no_alarm() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     with ending_after(None):
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_tokens_by_expert_are_numbers_or_a_file_of_them(tmp_path: Path) -> None:
+    (file := tmp_path / "load.json").write_text("[4, 2.5]\n")
+    assert load_of("4,2.5") == load_of(str(file)) == (4.0, 2.5)
+    assert load_of(None) == ()
+    with pytest.raises(ConfigError, match="--expert-load 4;2: give how many tokens each expert"):
+        load_of("4;2")
