@@ -1,28 +1,28 @@
 """Whether what no rule can look into computes each sample by itself, seen with numbers.
 
 Modules that run as they are and custom functions are run on random arguments, forward and backward,
-on parts and on the whole batch. What Python asks of values on the way, `if h.mean() > 0.5`, says
-more than that: numbers at random may all lie on one side of a bound.
+on parts and on the whole batch. Numbers at random may all lie on one side of a bound; so what
+depends on one sample is followed through the calls, and what Python asks of it on the way,
+`if h.mean() > 0.5`, is answered otherwise, too (`merakc.passes.batches.dependence`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import failure
 from merakc.frontend.opaque import ModuleCall
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.opaque import OPAQUE, Call, autograd_reachable, drawing, find
+from merakc.passes.batches.dependence import Dependence, otherwise
 from merakc.passes.batches.own_rules import Place
 
 # Arithmetic of the whole batch, and elements of a function's values, up to which they are tried:
@@ -36,10 +36,7 @@ LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 LIMIT_OF_HALF, NEAR_ZERO = 2e-2, 1e-2
 # Gradients of all sizes: a backward that clips them shows it at some.
 SCALES = (1.0, 1e-4, 1e4)
-NUDGE = 1e-2  # of a sample's values, for its share in a question to be seen
-ASKS = "aten._local_scalar_dense.default"
-# Whether numbers are finite, which guards ask of all samples together.
-GUARDS = ("aten.isnan.default", "aten.isinf.default", "aten.isfinite.default")
+SOME_ASKED = 8  # of Python's questions, the first and the last, that are answered otherwise
 
 
 # The shape of an argument, and where its samples stand.
@@ -95,14 +92,14 @@ def why_not_apart(place: Place) -> str:
             with _disable_current_modes(), autograd_reachable():
                 rows_of = [rows for _, rows in sizes]
                 values = _Values(_random(made), rows_of, trained, samples, total)
-                return _why_not(mine, other, values, module=module)
+                return _why_not(mine, other, values)
         except Exception as error:  # of the user's own code, given what it is not made for
             if not large:
                 why = f"fails on random numbers ({failure(error)})"
     return why
 
 
-def _why_not(mine: _Trial, other: _Trial, values: _Values, *, module: bool) -> str:
+def _why_not(mine: _Trial, other: _Trial, values: _Values) -> str:
     """The same for arguments that are given."""
     with torch.no_grad():
         if not _alike(other.run(values.whole, 0), other.run(values.whole, 1)):
@@ -113,9 +110,9 @@ def _why_not(mine: _Trial, other: _Trial, values: _Values, *, module: bool) -> s
             for k, part in enumerate(values.parts(given)):
                 if not _alike(mine.run(part, 0), _of_part(mine, together, k)):
                     return SEVERAL
-    apart = _same_gradients(mine, other, values) and not (
-        module and _asks_of_several(other, values)
-    )
+    pairs = zip(mine.specs, other.specs, strict=True)
+    of_samples = [one.shape != two.shape for one, two in pairs]
+    apart = _same_gradients(mine, other, values) and not _of_others(other, values, of_samples)
     return "" if apart else SEVERAL
 
 
@@ -315,63 +312,88 @@ def _grouped(values: Sequence[Tensor], rows_of: Sequence[Rows | None], total: in
     return found
 
 
-# ---------------------------------------------------------------------- what Python asks
+# ---------------------------------------------------------------------- what depends on what
 
 
-class _Asked(TorchDispatchMode):
-    """Notes the numbers of the samples' own values that Python's questions are about."""
-
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        # What each tensor was made of: itself, or of a mask what it compares.
-        self.made_of: dict[int, tuple[Tensor, ...]] = {id(x): (x,) for x in given}
-        self.alive: list[Any] = list(given)
-        self.asked: list[list[Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        before = [x for t in tensors for x in self.made_of.get(id(t), ())]
-        if str(func) == ASKS:
-            self.asked.append([x.detach().clone() for x in before])
-        out = func(*args, **(kwargs or {}))
-        infinite = any(isinstance(x, float) and math.isinf(x) for x in leaves)
-        for x in pytree.tree_leaves(out):
-            if isinstance(x, Tensor) and before and str(func) not in GUARDS and not infinite:
-                self.alive.append(x)
-                self.made_of[id(x)] = (x,) if x.is_floating_point() else tuple(before)
-        return out
+def _of_others(trial: _Trial, values: _Values, of_samples: Sequence[bool]) -> bool:
+    """Whether the values and gradients of one sample depend on another's, in the calls that are
+    made, or by what Python asks on the way and would do about another answer.
+    """
+    for sample in (0, values.total - 1):
+        plain = _Followed(trial, values, of_samples, sample)
+        if plain.reaches_others():
+            return True
+        asked = list(enumerate(plain.watch.asked))
+        for number, answer in (*asked[:SOME_ASKED], *asked[SOME_ASKED:][-SOME_ASKED:]):
+            for other in otherwise(answer):
+                try:
+                    found = _Followed(trial, values, of_samples, sample, {number: other})
+                except Exception:  # as a check of the user's that finds something wrong
+                    continue
+                if not found.leaves_others(plain):
+                    return True
+    return False
 
 
-def _asks_of_several(trial: _Trial, values: _Values) -> bool:
-    """Whether an answer depends on more than one sample: numbers that change with each of two."""
+class _Followed:
+    """A call for all samples, forward and backward, with what depends on one of them marked."""
 
-    def asked(given: Sequence[Tensor]) -> list[list[Tensor]]:
-        with torch.no_grad():
-            watch = _Asked([v for v, t in zip(given, values.trained, strict=True) if t])
-            with watch:
-                trial.run(given, 0)
-        return watch.asked
+    def __init__(
+        self, trial: _Trial, values: _Values, of_samples: Sequence[bool], sample: int,
+        instead: Mapping[int, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.watch, self.sample, self.total = Dependence(instead), sample, values.total
+        generator = torch.Generator().manual_seed(1)
+        given = [v.clone() for v in values.whole]
+        for value, rows in zip(given, values.rows_of, strict=True):
+            if rows is not None:
+                self.watch.mark(value, self._places(value, rows))
+        with torch.enable_grad():
+            own = [v.requires_grad_(t) for v, t in zip(given, values.trained, strict=True)]
+            with self.watch:
+                outs = trial.run(own, 0)
+            self.outs = [
+                (o, Rows(inner=len(o) // self.total) if of else None)
+                for o, of in zip(outs, of_samples, strict=True)
+            ]
+            heads = [o for o in outs if o.requires_grad]
+            leaves = [x for x in own if x.requires_grad]
+            grads = [_numbers(TensorSpec(tuple(o.shape), o.dtype), generator) for o in heads]
+            rows_of = [rows for o, rows in self.outs if o.requires_grad]
+            for grad, rows in zip(grads, rows_of, strict=True):
+                if rows is not None:
+                    self.watch.mark(grad, self._places(grad, rows))
+            found: Sequence[Tensor | None] = ()
+            if heads and leaves:
+                with self.watch:
+                    found = torch.autograd.grad(heads, leaves, grads, allow_unused=True)
+        every = dict(zip(map(id, leaves), found, strict=False))
+        self.gradients = [
+            (g, rows)
+            for x, rows in zip(own, values.rows_of, strict=True)
+            if rows is not None and (g := every.get(id(x))) is not None
+        ]
 
-    def moved(sample: int) -> list[Tensor]:
-        found = []
-        for value, rows, floating in zip(values.whole, values.rows_of, values.trained, strict=True):
-            if floating and rows is not None:
-                each = [rows.take(value, k, 1) for k in range(values.total)]
-                each[sample] = each[sample] + NUDGE
-                value = rows.join(each)
-            found.append(value)
-        return found
+    def reaches_others(self) -> bool:
+        """Whether what is made of other samples, or of all of them, depends on this one."""
+        marks = self.watch.marked
+        return any(bool((marks(x) & ~own).any()) for x, own in self._results())
 
-    plain = asked(values.whole)
-    if not plain:
-        return False
-    changed = [
-        [any(map(_unlike, a, b)) for a, b in zip(plain, asked(moved(k)), strict=False)]
-        for k in (0, values.total - 1)
-    ]
-    return any(all(both) for both in zip(*changed, strict=False))
+    def leaves_others(self, plain: _Followed) -> bool:
+        """Whether all but this sample has what it has in another run."""
+        pairs = zip(self._results(), plain._results(), strict=True)
+        return all(
+            x.shape == y.shape and _alike([x[~own]], [y[~own]]) for (x, own), (y, _) in pairs
+        )
 
+    def _results(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Values and gradients of samples, with the places of this one; buffers have none."""
+        for value, rows in (*self.outs, *self.gradients):
+            yield value.detach(), self._places(value, rows)
 
-def _unlike(one: Tensor, two: Tensor) -> bool:
-    return one.shape != two.shape or not torch.equal(one, two)
+    def _places(self, value: Tensor, rows: Rows | None) -> Tensor:
+        own = torch.zeros(value.numel(), dtype=torch.bool)
+        if rows is not None:
+            numbers = torch.arange(value.numel()).view(value.shape)
+            own[rows.take(numbers, self.sample, 1).flatten()] = True
+        return own.view(value.shape)

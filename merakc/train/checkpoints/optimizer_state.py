@@ -15,6 +15,7 @@ from merakc.train.checkpoints.manifest import OPTIMIZER, Manifest, stored_name
 from merakc.train.checkpoints.run_state import Tensors, first_name, names_of
 from merakc.train.parameters.optimizers import check, updated_whole
 from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.states import keys_of_one
 
 
 def states_for(
@@ -103,7 +104,8 @@ def _state(
     for key in keys.get(name, ()):
         full = f"{OPTIMIZER}state.{name}.{key}"
         stored = manifest.tensors[full]
-        elementwise = bool(stored.shape) and stored.shape == whole
+        is_one = place is not None and key in keys_of_one(optimizer, whole)
+        elementwise = is_one or (bool(stored.shape) and stored.shape == whole)
         if stored.shape and not elementwise and place is not None:
             raise CheckpointError(
                 f"the optimizer's '{key}' of '{name}' is {stored.shape}, not of the parameter's "

@@ -7,12 +7,19 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import TensorPart, local_of, place_of, plain
 from merakc.train.parameters.elements import HeldParameter, tell_state
-from merakc.train.parameters.optimizers import bringing, check, is_together, updated_whole
+from merakc.train.parameters.optimizers import (
+    bringing,
+    check,
+    copied,
+    is_together,
+    updated_whole,
+)
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.stepping import behind
 
@@ -72,7 +79,7 @@ def _taking_parts(original: Callable[..., Any]) -> Callable[..., Any]:
             state = {
                 k: s
                 if k not in owner or owner[k] in whole
-                else {n: _taken(owner[k], v) for n, v in s.items()}
+                else {n: _taken(self, owner[k], n, v) for n, v in s.items()}
                 for k, s in state_dict["state"].items()
                 if k not in owner or (owner[k] not in elsewhere and whole.get(owner[k], True))
             }
@@ -114,8 +121,30 @@ def tagged_state(
     return found
 
 
-def _taken(parameter: torch.Tensor, value: Any) -> Any:
+def _taken(optimizer: Optimizer, parameter: torch.Tensor, key: str, value: Any) -> Any:
     place = place_of(parameter)
-    if not isinstance(value, torch.Tensor) or place is None or not value.dim():
+    if not isinstance(value, torch.Tensor) or place is None:
+        return value
+    if not value.dim() and key not in keys_of_one(optimizer, place.shape):
         return value
     return local_of(parameter, value)
+
+
+def keys_of_one(optimizer: Optimizer, shape: tuple[int, ...]) -> set[str]:
+    """What an optimizer keeps of the element of a parameter that is a single number, whose shape a
+    count of steps has, too: what it keeps of one that has a dim. None of other shapes.
+    """
+    if shape:
+        return set()
+    groups = [[nn.Parameter(torch.ones(1))] for _ in optimizer.param_groups]
+    made = copied(optimizer, groups)
+    for parameter in (p for group in groups for p in group):
+        parameter.grad = torch.ones(1)
+    with torch.random.fork_rng(devices=[]):
+        made.step()
+    return {
+        key
+        for state in made.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == (1,)
+    }

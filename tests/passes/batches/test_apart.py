@@ -142,6 +142,10 @@ class Reversing(Function):
         lambda x: x - 1e-3 * x.mean(0),
         lambda x: x * 0.999 ** len(x),
         thought_over,
+        lambda x: x / x.abs().max() if x.abs().max() > 1e4 else x,
+        lambda x: x * 2 if x.abs().max().item() > 1e4 else x,
+        lambda x: x - x.mean(0) if x[0, 0] > 1e4 else x,
+        lambda x: x if x.softmax(1).amax(1).min() > 0.999 else x.sin(),
         Centring.apply,
     ],
 )
@@ -156,6 +160,19 @@ def test_numbers_of_each_sample_may_be_asked_for() -> None:
     assert state.kind is Kind.ROWS
 
 
+class Limiting(Function):
+    """By a bound on the norm of all that no value that is tried reaches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor) -> Tensor:
+        most = 1e3 + (ids == 5).sum() if ids.numel() else 1e3
+        return x * (most / x.norm()).clamp(max=1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
 @pytest.mark.parametrize(
     ("forward", "kind"),
     [
@@ -166,6 +183,7 @@ def test_numbers_of_each_sample_may_be_asked_for() -> None:
         (lambda m, x: m.first(x) * Scaling.apply(m.scale, 2.0), Kind.COUPLED),
         (lambda m, x: m.first(x) * Reversing.apply(m.scale), Kind.ROWS),
         (lambda m, x: Unread.apply(m.first(x), m.scale)[0], Kind.COUPLED),
+        (lambda m, x: Limiting.apply(m.first(x), torch.ones(0)), Kind.COUPLED),
     ],
     ids=[
         "scaled",
@@ -175,6 +193,7 @@ def test_numbers_of_each_sample_may_be_asked_for() -> None:
         "bound on a parameter",
         "of a parameter",
         "of no gradient",
+        "bound on the norm",
     ],
 )
 def test_custom_functions_are_tried(forward: Any, kind: Kind) -> None:
