@@ -9,10 +9,8 @@ from functools import cache, partial
 
 import torch
 
-from merakc.batches.split import call_arguments
 from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
-from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST
 from merakc.ir.plan_file import PlanFile
@@ -153,8 +151,7 @@ def _in_parts(source: Source, plan: Plan, batch_size: int, parts: int) -> Record
 
 def record_source(source: Source, samples: int, plan: Plan) -> Recording:
     """The source's forward on so many samples, as the plan's micro-batches are recorded."""
-    args, kwargs = call_arguments(source.batch(samples))
-    layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
+    args, kwargs, layout = source.part(samples, alone=plan.dp == 1)
     cpu = torch.device("cpu")
     return record_part(
         source.model, args, kwargs, layout, cpu, plan.precision, dims=plan.batch_dims

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from merakc.batches.dims import check_batch_dims, parse_batch_dims
-from merakc.batches.split import call_arguments, sample_rows, with_samples
+from merakc.batches.split import batch_size_of, call_arguments, sample_rows, with_samples
 from merakc.errors import ConfigError, MerakWarning, failure
 from merakc.files.reading import parse_json, read_text
-from merakc.ir.batches import BY_SIZE, BatchDims
+from merakc.ir.batches import BY_SIZE, BatchDims, BatchLayout
 from merakc.machines.garbage import few_collections
 from merakc.planner.sources.config_batches import (
     IGNORED,
@@ -96,6 +96,21 @@ class Source:
     example: Any = None
     dims: BatchDims = field(default_factory=dict)
 
+    def part(
+        self, samples: int, *, alone: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any], BatchLayout]:
+        """A dp rank's batch whose parts have so many samples, and how it lies among others.
+
+        Whatever their number, it is one of two parts: of two dp ranks, or both of one that is
+        `alone`, whose forward may go by their values: a function's are then those of its batch.
+        """
+        if not alone:
+            return *call_arguments(self.batch(samples)), BatchLayout((samples, samples), 1)
+        layout = BatchLayout((2 * samples,), 2)
+        if self.example is None:
+            return *call_arguments(self.batch(layout.own)), layout
+        return *call_arguments(_repeated(self.example, layout.own, self.dims)), layout
+
 
 @few_collections()
 def load_source(
@@ -161,6 +176,17 @@ def resized(batch: Any, samples: int, dims: BatchDims = BY_SIZE) -> Any:
     args, kwargs = with_samples(
         args, kwargs, sample_rows(args, kwargs, dims),
         lambda rows, leaf: leaf.new_zeros(rows.sized(leaf.shape, samples)),
+    )  # fmt: skip
+    return kwargs or args
+
+
+def _repeated(batch: Any, samples: int, dims: BatchDims) -> Any:
+    """The batch with another number of samples, its own as often as it takes."""
+    args, kwargs = call_arguments(batch)
+    times, left = divmod(samples, size := batch_size_of(args, kwargs, dims))
+    args, kwargs = with_samples(
+        args, kwargs, sample_rows(args, kwargs, dims),
+        lambda rows, x: rows.join([*[rows.take(x, 0, size)] * times, rows.take(x, 0, left)]),
     )  # fmt: skip
     return kwargs or args
 
