@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from merakc.cli.app import app
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile, load_plan
+from merakc.version import __version__
 
 DEEP = "tests.small_source:deep"
 ASKED = ["--ranks", "2", "--batch", "8", "--cluster", "cpu"]
@@ -27,6 +28,16 @@ def run(*arguments: str, code: int = 0) -> str:
     found = CliRunner().invoke(app, list(arguments))
     assert found.exit_code == code, found.output
     return found.output
+
+
+def test_the_version_is_said() -> None:
+    assert run("--version") == f"merakc {__version__}\n"
+
+
+def test_a_budget_that_cannot_be_kept_is_an_answer_and_no_wrong_use() -> None:
+    said = run(*SMALL, "--recompute", "1KiB", code=1)
+    assert said.startswith("FitError: a rank needs ")
+    assert "ConfigError: recompute '1.5' is not" in run(*SMALL, "--recompute", "1.5", code=2)
 
 
 def test_a_command_imports_what_it_needs() -> None:
