@@ -16,6 +16,7 @@ from rich.text import Text
 
 from merakc.cli.console import (
     NO,
+    PRICED,
     AsJson,
     Limit,
     Offload,
@@ -26,6 +27,7 @@ from merakc.cli.console import (
     TrustCode,
     check_outputs,
     check_picture,
+    check_used,
     ending_after,
     progress_console,
     told,
@@ -147,7 +149,7 @@ def _with_degrees(cases: Sequence[Case], degrees: dict[str, int], *, near: bool)
 
 def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[str, Goal]:
     """What a training is to see, with the price of each of the machines. Raises `ConfigError`."""
-    items = parse_count(tokens) if tokens else 0.0
+    items = parse_count(tokens) if tokens is not None else 0.0
     try:
         prices = [float(text) for text in price.split(",")] if price else [0.0]
     except ValueError as error:
@@ -161,6 +163,7 @@ def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[
             f"--price {price}: {len(prices)} prices for {len(names)} kinds of machines; give one, "
             "or one for each of --cluster"
         )
+    check_used(tokens is not None, PRICED, price=price)
     return {name: Goal(items, own) for name, own in zip(names, prices, strict=True)}
 
 

@@ -40,6 +40,41 @@ def test_a_budget_that_cannot_be_kept_is_an_answer_and_no_wrong_use() -> None:
     assert "ConfigError: recompute '1.5' is not" in run(*SMALL, "--recompute", "1.5", code=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "option", "remedy"),
+    [
+        ("show no.json --seq 4", "--seq", "give --passes SOURCE too"),
+        ("show no.json --cluster cpu", "--cluster", "give --passes SOURCE too"),
+        ("show no.json --trust-remote-code", "--trust-remote-code", "give --passes SOURCE too"),
+        ("show no.json --json --tokens 1B", "--tokens", "give no other form"),
+        ("show no.json --html a.html --tokens 1B", "--tokens", "give no other form"),
+        ("show no.json --price 2", "--price", "give its --tokens too"),
+        ("plan gpt2 --batch 8 --price 2", "--price", "give its --tokens too"),
+        ("plan gpt2 --batch 8 --json --tokens 1B", "--tokens", "give no other form"),
+        ("plan tests.small_source:small --batch 8 --seq 4", "--seq 4", "let the function give"),
+        ("scale gpt2 --batch 8 --price 2", "--price", "give its --tokens too"),
+        ("budget gpt2 --batch 8 --price 2", "--price", "give its --tokens too"),
+        ("simulate no.json gpt2 --price 2", "--price", "give its --tokens too"),
+        ("doctor -o a.html", "--output", "give --gpu too"),
+        ("doctor --only products", "--only", "give --gpu too"),
+        ("doctor --device cpu", "--device", "give --gpu too"),
+        ("diff a.json b.json --skip 0", "--skip", "give its .jsonl ledger"),
+        ("diff a.json b.jsonl --all", "--all", "give another in place of the ledger"),
+        ("calibrate --skip 1", "--skip", "give their ledgers with --from"),
+        ("calibrate --from a.jsonl --ranks 2", "--ranks", "give no --from"),
+        ("calibrate --from a.jsonl --device cpu", "--device", "give no --from"),
+    ],
+)
+def test_an_option_of_which_nothing_would_come_is_refused(
+    arguments: str, option: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run(*arguments.split(), code=2)
+    assert said.startswith(f"ConfigError: {option}")
+    assert remedy in said
+    assert "leave --" in said
+
+
 def test_a_command_imports_what_it_needs() -> None:
     """Nobody waits for the compiler to see two plans beside each other."""
     code = (

@@ -128,6 +128,11 @@ def load_source(
     if path.is_file() and path.suffix == ".json":
         return _from_file(path, sequence, trust_remote_code)
     if ":" in text:
+        if sequence is not None:
+            raise ConfigError(
+                f"--seq {sequence}: texts are as long as in the batch that {text} gives; leave --seq "
+                "out, and let the function give others"
+            )
         return _from_function(text)
     if path.suffix == ".json":
         raise ConfigError(f"{text}: there is no such file; give a config.json, or {HINT}")
