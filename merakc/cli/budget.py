@@ -181,7 +181,9 @@ def _numbers(option: str, text: str) -> list[int]:
     for part in text.split(","):
         matched = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", part)
         first, last = (int(n or 0) for n in matched.groups()) if matched else (0, 0)
-        if not first or (last and last < first):
+        if first and last and last < first:
+            raise ConfigError(f"{option} {text}: {first} is more than {last}; give {last}:{first}")
+        if not first or (last == 0 and ":" in part):
             raise ConfigError(
                 f"{option} {text}: give numbers above 0, such as 8,16, or 8:64 for 8, 16, 32 and 64"
             )

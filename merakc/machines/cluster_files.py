@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -20,11 +21,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from merakc.errors import ClusterError
 from merakc.files.reading import read_text
-from merakc.machines.cluster import Device, Factors, Hardware, Nodes, Profile
+from merakc.machines.cluster import (
+    NOMINAL_CPU,
+    NOMINAL_GPU,
+    Device,
+    Factors,
+    Hardware,
+    Nodes,
+    Profile,
+)
 from merakc.machines.links import Host, Level
 
 # More than anyone has: beyond, a file is damaged, and a value for each device fills the memory.
 MOST_DEVICES = 1 << 20
+# Machines of which nominal figures are known, with as many devices as there are ranks.
+NOMINAL = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 PRESETS = Path(__file__).parent / "presets"
 _HARDWARE = TypeAdapter(Hardware)
 _KEYS: dict[str, type] = {
@@ -59,8 +70,9 @@ def load_cluster(path: str | Path) -> Hardware:
         text = read_text(place)
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"{place}: cannot be read as a cluster file ({error}); give the path of a TOML file, "
-            f"or the name of a preset: {', '.join(preset_names())}"
+            f"{place}: cannot be read as a cluster file ({error}){_meant(str(path))}; give the "
+            f"path of a TOML file, {', '.join(NOMINAL)}, or the name of a preset: "
+            f"{', '.join(preset_names())}"
         ) from None
     return parse_cluster(text, str(place))
 
@@ -350,6 +362,16 @@ def _problem(found: Mapping[str, Any]) -> str:
             return f"{value!r} must be {message}; mend the value, in the unit of its name"
         case _:
             return f"{value!r}: {found['msg']}; mend the value"
+
+
+def _meant(name: str) -> str:
+    """The name of machines that a path may be instead, with its number of nodes and rounding."""
+    base, nodes, rest = re.findall(r"([^:+]*)(:\d+)?(.*)", name)[0]
+    found = difflib.get_close_matches(base.lower(), (*NOMINAL, *preset_names()), 1)
+    if not found:
+        return ""
+    nodes = nodes if found[0] in preset_names() else ""  # others have as many as there are ranks
+    return f" (did you mean {found[0] + nodes + '+tf32' * rest.startswith('+')!r}?)"
 
 
 def _like(name: str, known: tuple[str, ...] | list[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from merakc.cli.clusters import is_built_in, machines
@@ -29,3 +31,13 @@ def test_what_is_none_or_too_few_is_refused() -> None:
         machines("h100:2", "bfloat16", 64)
     with pytest.raises(ClusterError, match="give the path of a TOML file, or the name of a preset"):
         machines("moon", "bfloat16", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("H100", "h100"), ("h10:4", "h100:4"), ("h100+tf33", "h100+tf32"), ("gpu:2", "gpu"),
+     ("GPU+tf", "gpu+tf32"), ("a10080", "a100-80")],
+)  # fmt: skip
+def test_a_name_that_is_nearly_one_is_named(name: str, meant: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(f"(did you mean {meant!r}?)")):
+        machines(name, "bfloat16", 1)

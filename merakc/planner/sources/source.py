@@ -5,6 +5,7 @@ Models are made on the meta device, without weights; batches hold zeros: only sh
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import warnings
@@ -134,11 +135,15 @@ def load_source(
                 "out, and let the function give others"
             )
         return _from_function(text)
+    if Path(text).is_dir():
+        raise ConfigError(f"{text}: this folder has no config.json; give one that has, or {HINT}")
     if path.suffix == ".json":
         raise ConfigError(f"{text}: there is no such file; give a config.json, or {HINT}")
+    near = difflib.get_close_matches(text.lower(), PRESETS, 1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(
-        f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with one; or "
-        f"{HINT}"
+        f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with "
+        f"one{meant}; or {HINT}"
     )
 
 
