@@ -71,8 +71,7 @@ def load_cluster(path: str | Path) -> Hardware:
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"{place}: cannot be read as a cluster file ({error}){_meant(str(path))}; give the "
-            f"path of a TOML file, {', '.join(NOMINAL)}, or the name of a preset: "
-            f"{', '.join(preset_names())}"
+            f"path of a TOML file, or one of {', '.join({**NOMINAL, **dict.fromkeys(preset_names())})}"
         ) from None
     return parse_cluster(text, str(place))
 
