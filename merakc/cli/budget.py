@@ -41,6 +41,7 @@ from merakc.cli.scale import (
     tell_of_others,
 )
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.planner.offers import (
     DEGREES,
     Case,
@@ -160,8 +161,8 @@ def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[
         prices *= len(names)
     if len(prices) != len(names):
         raise ConfigError(
-            f"--price {price}: {len(prices)} prices for {len(names)} kinds of machines; give one, "
-            "or one for each of --cluster"
+            f"--price {price}: {count_of(len(prices), 'price')} for {count_of(len(names), 'kind')} "
+            "of machines; give one, or one for each of --cluster"
         )
     check_used(tokens is not None, PRICED, price=price)
     return {name: Goal(items, own) for name, own in zip(names, prices, strict=True)}

@@ -29,6 +29,7 @@ from merakc.cli.console import (
 )
 from merakc.costs.fitted import Fit, fit_factors
 from merakc.errors import CalibrationError
+from merakc.files.printable import count_of
 from merakc.files.writing import write_atomically
 from merakc.ir.ledger import read_ledger
 from merakc.machines.cluster import Device, Hardware
@@ -150,7 +151,9 @@ def _curves(device: Device) -> Table:
 
 def fits_table(fits: Sequence[Fit], runs: int) -> Table:
     """A row for each factor."""
-    table = Table(title=f"Seconds of a step, added up over {runs} runs", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"Seconds of a step, added up over {count_of(runs, 'run')}", box=box.SIMPLE_HEAD
+    )
     table.add_column("")
     for name in ("formulas", "measured", "factor before", "factor now"):
         table.add_column(name, justify="right")

@@ -18,6 +18,7 @@ from merakc.cli.console import (
     told,
     warm_up,
 )
+from merakc.files.printable import count_of
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
@@ -42,7 +43,9 @@ def diff(
     """
     is_run = second.suffix == LEDGER_SUFFIX
     with told(progress_console()):
-        check_used(is_run, "of a run: give its .jsonl ledger in place of the second plan", skip=skip)
+        check_used(
+            is_run, "of a run: give its .jsonl ledger in place of the second plan", skip=skip
+        )
         check_used(not is_run, "of two plans: give another in place of the ledger", all=every)
     if is_run:
         with told(progress_console()):
@@ -74,5 +77,7 @@ def _show_run(file: PlanFile, ledger: Ledger, where: str, skip: int, *, as_json:
         found = {"steps": count, "origin": ledger.header.origin, "rows": figures(rows)}
         Terminal().print_json(json.dumps(found))
         return
-    title = f"{file.decisions.model}: predicted, and the median of {count} measured steps"
+    title = (
+        f"{file.decisions.model}: predicted, and the median of {count_of(count, 'measured step')}"
+    )
     Terminal().print(rows_table(rows, title))

@@ -19,6 +19,7 @@ from rich.text import Text
 from merakc.cli.console import NO, AsJson, check_outputs, check_used, progress_console, told
 from merakc.cli.health import Check, Status, all_checks
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.files.writing import write_atomically
 from merakc.report.terminal import Terminal
 
@@ -72,7 +73,8 @@ def on_gpus(device: str, only: str, outputs: list[Path], progress: Terminal) -> 
     gpus = torch.cuda.device_count()
     if device not in ("cpu", "cuda") or (device == "cuda" and not gpus):
         raise ConfigError(
-            f"--device {device}: this process sees {gpus} GPUs; try the checks with --device cpu"
+            f"--device {device}: this process sees {count_of(gpus, 'GPU')}; try the checks with "
+            "--device cpu"
         )
     for output in outputs:
         check_outputs(output=output)

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from merakc.cli.console import progress_console, told
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.ir.plan_file import load_plan
 from merakc.machines.excepthook import ENDING
 
@@ -118,8 +119,10 @@ def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
         raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
     wanted = load_plan(plan).decisions.mesh.world_size
     if wanted % int(nodes) or (ranks or wanted // int(nodes)) * int(nodes) != wanted:
-        each = f" of {ranks} ranks" if ranks else ""
-        raise ConfigError(f"{plan} is of {wanted} ranks, which {nodes} machines{each} are not")
+        each = f" of {count_of(ranks, 'rank')}" if ranks else ""
+        raise ConfigError(
+            f"{plan} is of {count_of(wanted, 'rank')}, which {nodes} machines{each} are not"
+        )
     return wanted // int(nodes)
 
 

@@ -51,10 +51,14 @@ def scale(
     least: Annotated[int, typer.Option("--from", help="Devices to begin with.", min=1)] = 8,
     most: Annotated[int, typer.Option("--to", help="Devices to end with.", min=1)] = 4096,
     batch: Annotated[
-        int | None, typer.Option(help="Samples a step, over all devices, the same everywhere.", min=1)
+        int | None,
+        typer.Option(help="Samples a step, over all devices, the same everywhere.", min=1),
     ] = None,
     per_rank: Annotated[
-        float | None, typer.Option(help="In place of --batch: so many samples for each device (0.5: one for two).")
+        float | None,
+        typer.Option(
+            help="In place of --batch: so many samples for each device (0.5: one for two)."
+        ),
     ] = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
@@ -114,8 +118,8 @@ def _cases(
     batch, per_rank = size
     if (per_rank is None) == (batch is None):
         raise ConfigError(
-            "give one of --batch, samples a step over all devices (strong scaling), and --per-rank, "
-            "samples for each device (weak scaling)"
+            "give one of --batch, samples a step over all devices (strong scaling), and "
+            "--per-rank, samples for each device (weak scaling)"
         )
     if per_rank is not None and not 0 < per_rank < math.inf:
         raise ConfigError(f"--per-rank {per_rank:g}: give a number above 0, such as 2 or 0.5")

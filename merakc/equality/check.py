@@ -27,6 +27,7 @@ from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink
 from merakc.equality.train import Case, comparable, train_on_rank
 from merakc.errors import ConfigError, MerakError, PlanError
+from merakc.files.printable import count_of
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
@@ -131,7 +132,7 @@ def check_plan(
             case = _case(plan, found, model, replace(run, precision=precision), seed)
             checked.append(case.plan)
             what = f"{arithmetic}, dp={run.dp} alone" if run is dp_alone else arithmetic
-            progress(f"training on {run.world_size} local ranks, {what}")
+            progress(f"training on {count_of(run.world_size, 'local rank')}, {what}")
             differences, compared_with, failed = _compare(case, train, limit, timeout_s, progress)
         rows += [
             Row(LABELS[kind], what, worst.error, worst.name, limit)

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from merakc.errors import ClusterError
+from merakc.files.printable import count_of
 from merakc.files.reading import read_text
 from merakc.machines.cluster import (
     NOMINAL_CPU,
@@ -71,7 +72,8 @@ def load_cluster(path: str | Path) -> Hardware:
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"{place}: cannot be read as a cluster file ({error}){_meant(str(path))}; give the "
-            f"path of a TOML file, or one of {', '.join({**NOMINAL, **dict.fromkeys(preset_names())})}"
+            "path of a TOML file, or one of "
+            f"{', '.join({**NOMINAL, **dict.fromkeys(preset_names())})}"
         ) from None
     return parse_cluster(text, str(place))
 
@@ -124,8 +126,8 @@ def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
     total, found = len(hardware.devices), []
     if ranks > total:
         raise ClusterError(
-            f"{name_or_path}: {ranks} ranks are asked for and it has {total} devices; ask for "
-            "fewer, or describe more nodes"
+            f"{name_or_path}: {count_of(ranks, 'rank')} are asked for and it has "
+            f"{count_of(total, 'device')}; ask for fewer, or describe more nodes"
         )
     for own in hardware.nodes:
         count = min(own.count, ranks // own.devices)
@@ -136,8 +138,8 @@ def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
             break
     if ranks and found:
         raise ClusterError(
-            f"{name_or_path}: {ranks} ranks are left over for a node of {own.devices} devices; "
-            "give a number of ranks that fills whole nodes"
+            f"{name_or_path}: there would be {count_of(ranks, 'rank')} on a node of "
+            f"{count_of(own.devices, 'device')}; give a number of ranks that fills whole nodes"
         )
     if ranks:
         found = [replace(hardware.nodes[0], devices=ranks, count=1)]
@@ -310,8 +312,8 @@ def check_hardware(hardware: Hardware, where: str) -> None:
     total = sum(n.count * n.devices for n in hardware.nodes)  # it may be any number yet
     if total > MOST_DEVICES:
         raise ClusterError(
-            f"{where}: nodes: {total} devices in all, more than {MOST_DEVICES}; mend count or "
-            "devices"
+            f"{where}: nodes: {total} devices in all, more than {MOST_DEVICES}; mend "
+            "count or devices"
         )
     if sizes[-1] < total:
         raise ClusterError(

@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from merakc.batches.split import batch_size_of
+from merakc.files.printable import count_of
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
@@ -50,7 +51,7 @@ class Recordings:
     def __call__(self, samples: int) -> Recording:
         """The recording of a micro-batch of so many samples."""
         if samples not in self.known:
-            self.progress(f"recording {self.source.name} with {samples} samples")
+            self.progress(f"recording {self.source.name} with {count_of(samples, 'sample')}")
             args, kwargs, layout = self.source.part(samples, alone=self._alone)
             dims = self.source.dims
             given = batch_size_of(args, kwargs, dims)

@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.machines.cluster import Cluster
@@ -137,7 +138,7 @@ def _begun(order: Any) -> str:
     """The beginning of an order of work, of which each rank's actions are a text."""
     ranks = [str(own).split() for own in order or ()]
     told = [
-        f"{' '.join(own[:ACTIONS])} .. ({len(own)} actions)"
+        f"{' '.join(own[:ACTIONS])} .. ({count_of(len(own), 'action')})"
         if len(own) > ACTIONS
         else " ".join(own)
         for own in ranks[:RANKS]

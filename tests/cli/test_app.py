@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,18 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_the_version_is_said() -> None:
     assert run("--version") == f"merakc {__version__}\n"
+
+
+def test_one_is_no_plural(tmp_path: Path) -> None:
+    asked = ["tests.small_source:small", "--ranks", "1", "--batch", "1", "--cluster", "cpu"]
+    file = str(tmp_path / "plan.json")
+    said = [
+        run("plan", *asked, "-o", file), run("show", file), run("simulate", file, asked[0]),
+        run("diff", file, file), run("plan", *asked, "--dp", "2", code=2),
+        run("plan", *asked, "--micro-batches", "2", code=2),
+    ]  # fmt: skip
+    for text in said:
+        assert not re.search(r"\b1 (micro-batche|stage|rank|sample|device|layout|part)s\b", text)
 
 
 def test_a_budget_that_cannot_be_kept_is_an_answer_and_no_wrong_use() -> None:

@@ -29,7 +29,9 @@ def test_a_preset_has_as_many_nodes_as_the_ranks_take() -> None:
 def test_what_is_none_or_too_few_is_refused() -> None:
     with pytest.raises(ClusterError, match="h100:2: 64 ranks are asked for and it has 16 devices"):
         machines("h100:2", "bfloat16", 64)
-    with pytest.raises(ClusterError, match="give the path of a TOML file, or one of cpu, gpu, a100"):
+    with pytest.raises(
+        ClusterError, match="give the path of a TOML file, or one of cpu, gpu, a100"
+    ):
         machines("moon", "bfloat16", 1)
 
 

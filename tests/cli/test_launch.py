@@ -15,7 +15,6 @@ from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from tests.ir.test_plan import PLAN
 
-
 COMMAND = [sys.executable, "-c", "from merakc.cli.app import app; app()", "launch"]
 
 

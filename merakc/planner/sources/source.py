@@ -22,6 +22,7 @@ from torch import nn
 from merakc.batches.dims import check_batch_dims, parse_batch_dims
 from merakc.batches.split import batch_size_of, call_arguments, sample_rows, with_samples
 from merakc.errors import ConfigError, MerakWarning, failure
+from merakc.files.printable import count_of
 from merakc.files.reading import parse_json, read_text
 from merakc.ir.batches import BY_SIZE, BatchDims, BatchLayout
 from merakc.machines.garbage import few_collections
@@ -131,8 +132,8 @@ def load_source(
     if ":" in text:
         if sequence is not None:
             raise ConfigError(
-                f"--seq {sequence}: texts are as long as in the batch that {text} gives; leave --seq "
-                "out, and let the function give others"
+                f"--seq {sequence}: texts are as long as in the batch that {text} gives; leave "
+                "--seq out, and let the function give others"
             )
         return _from_function(text)
     if Path(text).is_dir():
@@ -165,7 +166,11 @@ def _from_function(text: str) -> Source:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{text}() fails: {failure(error)}; {HINT}") from error
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        what = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+        what = (
+            f"{count_of(len(made), 'value')}"
+            if isinstance(made, (tuple, list))
+            else type(made).__name__
+        )
         raise ConfigError(f"{text}() gave no model and batch, but {what}; {HINT}")
     model, batch, *more = made
     if not isinstance(model, nn.Module):
