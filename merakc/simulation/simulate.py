@@ -41,7 +41,8 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One simulated step. `busy_s` and `peaks` are per rank, in the order of the Programs.
+    """One simulated step. `busy_s` and `peaks` are per rank, in the order of the Programs. `step_s`
+    is that of the Programs alone: what a call does around them is in a `Prediction`'s.
 
     Busy is computing or reducing, or waiting for collectives over dp: that is the exposed part of
     their seconds. `bubble_share` is the idle part of ranks times `step_s`. A `RECV` event lasts as

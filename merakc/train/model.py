@@ -162,7 +162,9 @@ class ParallelModel(Forwards):
 
     @property
     def simulation(self) -> Simulation | None:
-        """What the simulator expects of a step of this plan, from the stages' own graphs."""
+        """What the simulator expects of the Programs of a step, from the stages' own graphs: every
+        event. `plan_file.prediction.step_s` adds what was measured of the step around them.
+        """
         return self._own("_simulation")  # type: ignore[no-any-return]
 
     @property
