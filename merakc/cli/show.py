@@ -81,7 +81,9 @@ def show(
             from merakc.report.charts.plot import plot_timeline  # with matplotlib
 
             title = f"{found.decisions.model}: the simulated step"
-            plot_timeline(png, step.events, title=title, collectives=step.collectives)
+            plot_timeline(
+                png, step.events, title=title, collectives=step.collectives, waits=step.waits
+            )
         for path in written:
             said.print(f"written to {path}")
         if passes is not None:

@@ -162,9 +162,7 @@ class ParallelModel(Forwards):
 
     @property
     def simulation(self) -> Simulation | None:
-        """What the simulator expects of the Programs of a step, from the stages' own graphs: every
-        event. `plan_file.prediction.step_s` adds what was measured of the step around them.
-        """
+        """The Programs of a step, simulated: `plan_file.prediction` adds what is around them."""
         return self._own("_simulation")  # type: ignore[no-any-return]
 
     @property

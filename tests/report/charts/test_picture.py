@@ -54,6 +54,7 @@ def test_collectives_run_along_the_edge() -> None:
     picture = schedule_picture(made)
     assert re.search(r'height="4" class="k[gd] lane"', picture)
     assert "gather over dp" in picture
+    assert re.search(r'class="idle"><title>waits for gather ', picture)
 
 
 def test_bars_have_parts_that_fill_them() -> None:
