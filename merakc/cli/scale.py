@@ -44,22 +44,22 @@ from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
 from merakc.report.yields import Goal, shown_yields, yields
 
+Batch = Annotated[
+    int | None, typer.Option(help="Samples a step, over all devices, the same everywhere.", min=1)
+]
+PerRank = Annotated[
+    float | None,
+    typer.Option(help="In place of --batch: so many samples for each device (0.5: one for two)."),
+]
+
 
 def scale(
     source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
     cluster: Annotated[str, typer.Option(help="A preset, or a cluster file.")] = "h100",
     least: Annotated[int, typer.Option("--from", help="Devices to begin with.", min=1)] = 8,
     most: Annotated[int, typer.Option("--to", help="Devices to end with.", min=1)] = 4096,
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Samples a step, over all devices, the same everywhere.", min=1),
-    ] = None,
-    per_rank: Annotated[
-        float | None,
-        typer.Option(
-            help="In place of --batch: so many samples for each device (0.5: one for two)."
-        ),
-    ] = None,
+    batch: Batch = None,
+    per_rank: PerRank = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,

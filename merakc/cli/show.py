@@ -23,7 +23,7 @@ from merakc.cli.console import (
 )
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.report.findings import verdict
-from merakc.report.packing import unpack
+from merakc.report.packing import Moments, unpack
 from merakc.report.page import require_report, write_page
 from merakc.report.terminal import Terminal
 from merakc.report.text import plan_table, report_table
@@ -78,18 +78,19 @@ def show(
         if trace is not None:
             write_trace(step.events, trace, memory=step.memory, collectives=step.collectives)
         if png is not None:
-            from merakc.report.charts.plot import plot_timeline  # with matplotlib
-
-            title = f"{found.decisions.model}: the simulated step"
-            plot_timeline(
-                png, step.events, title=title, collectives=step.collectives, waits=step.waits
-            )
+            _draw(png, step, f"{found.decisions.model}: the simulated step")
         for path in written:
             said.print(f"written to {path}")
         if passes is not None:
             print_effects(effects, as_json=as_json)
         elif as_json or not written:
             print_plan(found, goal, as_json=as_json, whole=True)
+
+
+def _draw(path: Path, step: Moments, title: str) -> None:
+    from merakc.report.charts.plot import plot_timeline  # with matplotlib
+
+    plot_timeline(path, step.events, title=title, collectives=step.collectives, waits=step.waits)
 
 
 def print_plan(made: PlanFile, goal: Goal, *, as_json: bool, whole: bool = False) -> None:

@@ -148,9 +148,7 @@ def _load(
     assert manifest is not None
     told = hash_of(manifest)
     optimizers, schedulers = listed(optimizer), listed(scheduler, "scheduler")
-    numbers = (
-        f"{count_of(len(optimizers), 'optimizer')} and {count_of(len(schedulers), 'scheduler')}"
-    )
+    numbers = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
     agree(lambda: {"checkpoint": f"{chosen.name} {told}, untied={is_untied}, for {numbers}"})
     copies: dict[str, str] = {}
     if is_untied:
