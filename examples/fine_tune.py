@@ -7,6 +7,7 @@ model is made, and data of your own.
 """
 
 import argparse
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import (
     BertForSequenceClassification,
     TrainingArguments,
     default_data_collator,
+    logging,
 )
 
 import merakc
@@ -36,6 +38,8 @@ config = BertConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=4, max_position_embeddings=64,
 )  # fmt: skip
+if int(os.environ.get("RANK", "0")) > 0:  # what transformers warns of, rank 0 says
+    logging.set_verbosity_error()
 torch.manual_seed(0)
 model = BertForSequenceClassification(config)
 model = merakc.auto_parallel(model, default_data_collator(data[:16]), batch_size=16)
@@ -49,7 +53,7 @@ def accuracy(found: Any) -> dict[str, float]:
 arguments = TrainingArguments(
     output_dir=given.folder, max_steps=given.steps, per_device_train_batch_size=16,
     learning_rate=1e-3, warmup_steps=5, logging_steps=10, save_strategy="no", report_to=[],
-    disable_tqdm=True,
+    disable_tqdm=True, dataloader_pin_memory=torch.cuda.is_available(),
 )  # fmt: skip
 trainer = Trainer(
     model=model, args=arguments, train_dataset=data[64:], eval_dataset=data[:64],

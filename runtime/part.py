@@ -159,6 +159,12 @@ class TensorPart(torch.Tensor):
         """The elements that this rank has, in the shape of its parameter."""
         return self.local
 
+    def storage(self) -> Never:
+        """Refused, as safetensors would write it for the whole."""
+        raise _refusal("this takes the memory of", self.place)
+
+    untyped_storage = storage
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"TensorPart({self.place.name!r}, {self.place.numel} of {tuple(self.shape)})"
 

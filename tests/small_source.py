@@ -80,3 +80,18 @@ def misfit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def lossless() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Linear(8, 8), (torch.ones(4, 8),)
+
+
+class Branching(Two):
+    """Whose second layer is run where the batch says so."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of samples, or of their first layer alone."""
+        if x.sum() > 0:
+            return super().forward(x, scale)
+        return {"loss": (self.first(x) * scale).square().mean()}
+
+
+def branching() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model that branches on values, and a batch that its other branch is not for."""
+    return Branching(8), {"x": torch.ones(4, 8), "scale": torch.ones(4, 1)}

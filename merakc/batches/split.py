@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.ir.batches import BY_SIZE, BatchDims, Rows
 
 MOST_SHOWN = 12  # tensors of a batch in a message
@@ -137,8 +138,9 @@ def _closed(name: str, tensor: torch.Tensor, rows: Rows, samples: int) -> Rows:
     count = tensor.shape[rows.dim] if rows.dim < tensor.dim() else 0
     if not count or count % samples:
         raise ConfigError(
-            f"batch_dims says that dim {rows.dim} of '{name}' holds rows of {samples} samples; it "
-            f"is of shape {list(tensor.shape)}: give each sample as many rows as the others"
+            f"batch_dims says that dim {rows.dim} of '{name}' holds rows of "
+            f"{count_of(samples, 'sample')}; it is of shape {list(tensor.shape)}: give each sample "
+            "as many rows as the others"
         )
     return replace(rows, inner=count // samples)
 
@@ -152,8 +154,8 @@ def _said_size(name: str, tensor: torch.Tensor, rows: Rows) -> int:
         )
     if shape[rows.dim] % each:
         raise ConfigError(
-            f"batch_dims says that dim {rows.dim} of '{name}' holds {each} rows for each sample; "
-            f"it is of shape {shape}, and {shape[rows.dim]} does not divide by {each}"
+            f"batch_dims says that dim {rows.dim} of '{name}' holds {count_of(each, 'row')} for "
+            f"each sample; it is of shape {shape}, and {shape[rows.dim]} does not divide by {each}"
         )
     return rows.samples(shape)
 
@@ -202,8 +204,8 @@ def split_batch(
     size = batch_size_of(args, kwargs, dims)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
-            f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
-            f"micro_batches must divide {size}: {divisors(size)}"
+            f"a batch of {count_of(size, 'sample')} does not divide into {micro_batches} "
+            f"micro-batches; micro_batches must divide {size}: {divisors(size)}"
         )
     each, sampled = size // micro_batches, sample_rows(args, kwargs, dims)
 

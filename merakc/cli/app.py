@@ -11,13 +11,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from merakc.machines.garbage import few_collections, leave_garbage
+from merakc.version import __version__
 
 # In the order of `--help`; each is a function of its own name, or an app, in a module of that name.
 COMMANDS = (
@@ -70,6 +71,16 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"merakc {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _own_process() -> None:
+def _own_process(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
     leave_garbage()

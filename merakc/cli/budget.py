@@ -16,6 +16,7 @@ from rich.text import Text
 
 from merakc.cli.console import (
     NO,
+    PRICED,
     AsJson,
     Limit,
     Offload,
@@ -26,6 +27,7 @@ from merakc.cli.console import (
     TrustCode,
     check_outputs,
     check_picture,
+    check_used,
     ending_after,
     progress_console,
     told,
@@ -39,6 +41,7 @@ from merakc.cli.scale import (
     tell_of_others,
 )
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.planner.offers import (
     DEGREES,
     Case,
@@ -147,7 +150,7 @@ def _with_degrees(cases: Sequence[Case], degrees: dict[str, int], *, near: bool)
 
 def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[str, Goal]:
     """What a training is to see, with the price of each of the machines. Raises `ConfigError`."""
-    items = parse_count(tokens) if tokens else 0.0
+    items = parse_count(tokens) if tokens is not None else 0.0
     try:
         prices = [float(text) for text in price.split(",")] if price else [0.0]
     except ValueError as error:
@@ -158,9 +161,10 @@ def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[
         prices *= len(names)
     if len(prices) != len(names):
         raise ConfigError(
-            f"--price {price}: {len(prices)} prices for {len(names)} kinds of machines; give one, "
-            "or one for each of --cluster"
+            f"--price {price}: {count_of(len(prices), 'price')} for {count_of(len(names), 'kind')} "
+            "of machines; give one, or one for each of --cluster"
         )
+    check_used(tokens is not None, PRICED, price=price)
     return {name: Goal(items, own) for name, own in zip(names, prices, strict=True)}
 
 
@@ -178,7 +182,9 @@ def _numbers(option: str, text: str) -> list[int]:
     for part in text.split(","):
         matched = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", part)
         first, last = (int(n or 0) for n in matched.groups()) if matched else (0, 0)
-        if not first or (last and last < first):
+        if first and last and last < first:
+            raise ConfigError(f"{option} {text}: {first} is more than {last}; give {last}:{first}")
+        if not first or (last == 0 and ":" in part):
             raise ConfigError(
                 f"{option} {text}: give numbers above 0, such as 8,16, or 8:64 for 8, 16, 32 and 64"
             )

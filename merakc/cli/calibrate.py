@@ -18,15 +18,24 @@ from rich.text import Text
 
 from merakc.cli.calibration import calibrate as measure
 from merakc.cli.calibration import measurements, most_ranks
-from merakc.cli.console import AsJson, check_outputs, progress_console, told
+from merakc.cli.console import (
+    AsJson,
+    Skip,
+    check_outputs,
+    check_used,
+    progress_console,
+    told,
+    warm_up,
+)
 from merakc.costs.fitted import Fit, fit_factors
 from merakc.errors import CalibrationError
+from merakc.files.printable import count_of
 from merakc.files.writing import write_atomically
 from merakc.ir.ledger import read_ledger
 from merakc.machines.cluster import Device, Hardware
 from merakc.machines.cluster_files import cluster_text
 from merakc.machines.figures import Points
-from merakc.report.run import WARM_UP_STEPS, timed_steps
+from merakc.report.run import timed_steps
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_count, format_seconds
 
@@ -40,24 +49,24 @@ def calibrate(
     ranks: Annotated[
         int | None, typer.Option(help="Local ranks; all GPUs, or one CPU rank.", min=1)
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
     runs: Annotated[
         list[Path] | None, typer.Option("--from", help="Ledgers of runs, to correct the model by.")
     ] = None,
-    skip: Annotated[
-        int, typer.Option(help="Steps of a run that warm up, and are left out.", min=0)
-    ] = WARM_UP_STEPS,
+    skip: Skip = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine and write its cluster file; or correct one by the ledgers of runs."""
     progress = progress_console()
     with told(progress):
         check_outputs(output=output)
+        check_used(bool(runs), "of runs: give their ledgers with --from", skip=skip)
+        check_used(not runs, "of what is measured: give no --from", ranks=ranks, device=device)
         fits: list[Fit] = []
         if runs:
-            found, fits = corrected(runs, skip)
+            found, fits = corrected(runs, warm_up(skip))
         else:
-            found = measured(device, ranks, progress)
+            found = measured(device or DEVICES[0], ranks, progress)
         write_atomically(output, cluster_text(found))
     if as_json:
         body = asdict(found) if not fits else {"factors": [asdict(fit) for fit in fits]}
@@ -142,7 +151,9 @@ def _curves(device: Device) -> Table:
 
 def fits_table(fits: Sequence[Fit], runs: int) -> Table:
     """A row for each factor."""
-    table = Table(title=f"Seconds of a step, added up over {runs} runs", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"Seconds of a step, added up over {count_of(runs, 'run')}", box=box.SIMPLE_HEAD
+    )
     table.add_column("")
     for name in ("formulas", "measured", "factor before", "factor now"):
         table.add_column(name, justify="right")

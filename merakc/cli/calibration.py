@@ -20,6 +20,7 @@ from scipy.optimize import nnls
 
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
 from merakc.errors import CalibrationError
+from merakc.files.printable import count_of
 from merakc.kernels import gemm
 from merakc.kernels.attention import attention
 from merakc.kernels.collectives import gather_into
@@ -76,7 +77,7 @@ def calibrate(device: torch.device, ranks: int, tell: Tell = lambda _: None) -> 
     """
     link, sharing = UNMEASURED, None
     if ranks > 1:  # first: ranks are forked, and no GPU may be open before that
-        tell(f"links of {ranks} ranks")
+        tell(f"links of {count_of(ranks, 'rank')}")
         link, sharing = measure_links(device, ranks)
     found = measure_device(device, tell)
     if device.type == "cpu":
@@ -145,7 +146,7 @@ def measure_links(device: torch.device, ranks: int) -> tuple[Level, Sharing | No
         ) from None
     sent, sharing = found[0]
     latency_s, bytes_per_s = fit_link(sent, ranks)
-    source = f"measured by merakc calibrate with {ranks} ranks, {backend}"
+    source = f"measured by merakc calibrate with {count_of(ranks, 'rank')}, {backend}"
     name = "NCCL in the node" if backend == "nccl" else "gloo over loopback"
     return Level(name, ranks, bytes_per_s, latency_s, source=source), sharing
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from merakc.cli.console import NO, AsJson, progress_console, told, working
 from merakc.errors import CheckpointError, ConfigError
+from merakc.files.printable import count_of
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes
 from merakc.train.checkpoints.convert import (
@@ -83,7 +84,7 @@ def _facts(manifest: Manifest) -> Table:
     dtypes = ", ".join(sorted({t.dtype for t in weights}))
     rows = {
         "model": run.get("model", "not known"),
-        "weights": f"{len(weights)} tensors, {numel:,} elements, {dtypes}",
+        "weights": f"{count_of(len(weights), 'tensor')}, {numel:,} elements, {dtypes}",
         "step": parallel.get("step", "not known"),
         "written by": f"merakc {manifest.merakc}, {run.get('world_size', 1)} ranks",
         "written at": run.get("saved_at", "not known"),
@@ -134,7 +135,8 @@ def verify(folder: Folder) -> None:
             raise typer.Exit(NO) from error
     size = format_bytes(sum(f.size_bytes for f in manifest.files.values()))
     Terminal(highlight=False).print(
-        f"whole: {len(manifest.files)} files, {len(manifest.tensors)} tensors, {size}"
+        f"whole: {count_of(len(manifest.files), 'file')}, "
+        f"{count_of(len(manifest.tensors), 'tensor')}, {size}"
     )
 
 
@@ -201,7 +203,7 @@ def diff(first: Either, second: Either, as_json: AsJson = False) -> None:
         progress.print(f"{len(rows) - alone} tensors differ, of {both} that both have{missing}")
         raise typer.Exit(NO)
     if not as_json:
-        console.print(f"the same: {both} tensors")
+        console.print(f"the same: {count_of(both, 'tensor')}")
 
 
 COLUMNS = ("tensor", "first", "second", "largest difference", "elements that differ")

@@ -9,18 +9,17 @@ from merakc.errors import ConfigError
 from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
-from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.machines.cluster_files import hardware_for, preset_names
+from merakc.machines.cluster import Cluster
+from merakc.machines.cluster_files import NOMINAL, hardware_for, preset_names
 from merakc.machines.figures import DtypeName
 
 if TYPE_CHECKING:
     from merakc.planner.sources.source import Source
 
-CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 # For plans without a report, which do not say for which machines they were made.
-NOMINAL = "gpu"
+USUAL = "gpu"
 HELP = (
-    f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file; "
+    f"One of {', '.join(NOMINAL)}, a preset, PRESET:NODES, or a cluster file; "
     "with +tf32 behind it where products of 32 bits are in TF32."
 )
 
@@ -32,15 +31,15 @@ def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
     name that is none, and where there are too few devices.
     """
     built_in, _, tf32 = name.partition("+")
-    if built_in in CLUSTERS and tf32 in ("", "tf32"):
-        return CLUSTERS[built_in].rounding() if tf32 else CLUSTERS[built_in]
+    if built_in in NOMINAL and tf32 in ("", "tf32"):
+        return NOMINAL[built_in].rounding() if tf32 else NOMINAL[built_in]
     return hardware_for(name, ranks).flat(cast(DtypeName, dtype))
 
 
 def is_built_in(name: str) -> bool:
     """Whether machines of that name need no file."""
     preset = re.fullmatch(r"([^:+]+)(:\d{1,7})?(\+tf32)?", name)
-    return name.removesuffix("+tf32") in CLUSTERS or (
+    return name.removesuffix("+tf32") in NOMINAL or (
         preset is not None and preset[1] in preset_names()
     )
 
@@ -50,7 +49,7 @@ def machines_of(file: PlanFile) -> str:
 
     Raises `ConfigError` for one.
     """
-    found = (file.report.machines if file.report else "") or NOMINAL
+    found = (file.report.machines if file.report else "") or USUAL
     if not is_built_in(found):
         raise ConfigError(
             f"the plan was made for the machines of {found!r}, which is no preset; give that file "

@@ -19,12 +19,14 @@ from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
 from merakc.files.reading import read_text
+from merakc.report.run import WARM_UP_STEPS
 from merakc.report.terminal import QUIET, Terminal
 from merakc.report.yields import Goal, parse_count
 
 NO, UNUSABLE = 1, 2
 STOPPED = 130  # as shells say of what Ctrl-C has ended
 EVERY_S = 10.0  # between two lines where there is no terminal
+PRICED = "of a whole training: give its --tokens too"
 PICTURES = (".png", ".svg", ".pdf")
 TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a config names.")
@@ -49,6 +51,10 @@ Limit = Annotated[
 ]
 Offload = Annotated[
     str, typer.Option(help="none, auto, optimizer, activations, parameters, or how much.")
+]
+Skip = Annotated[
+    int | None,
+    typer.Option(help=f"Steps of a run that warm up, {WARM_UP_STEPS}: they are left out.", min=0),
 ]
 Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", min=0)]
 
@@ -144,9 +150,26 @@ def _say(problem: Console, text: str, style: str = "red") -> None:
     )  # fmt: skip
 
 
-def goal_of(tokens: str | None, price: float | None) -> Goal:
-    """What a training is to see, and a device's price. Raises `ConfigError`."""
-    return Goal(parse_count(tokens) if tokens else 0.0, price or 0.0)
+def check_used(are_used: bool, what: str, **options: object) -> None:
+    """Refuses options that are given, by their names, where nothing would come of them; `what` says
+    what they are of, and what to give.
+
+    Raises `ConfigError`.
+    """
+    for name, value in options.items():
+        if not are_used and value is not None and value is not False:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is {what}, or leave {option} out")
+
+
+def goal_of(tokens: str | None, price: float | None, *, is_told: bool = True) -> Goal:
+    """What a training is to see, and a device's price; neither where that is not told of.
+
+    Raises `ConfigError`.
+    """
+    check_used(is_told, "of what is told as text: give no other form", tokens=tokens, price=price)
+    check_used(tokens is not None, PRICED, price=price)
+    return Goal(parse_count(tokens) if tokens is not None else 0.0, price or 0.0)
 
 
 def shards_of(text: str | None) -> str | tuple[int, ...] | None:
@@ -173,6 +196,11 @@ def load_of(text: str | None) -> tuple[float, ...]:
             f"--expert-load {text}: give how many tokens each expert gets, such as 4,2,1,1, or a "
             "file of these numbers"
         ) from error
+
+
+def warm_up(skip: int | None) -> int:
+    """How many steps of a run are left out."""
+    return WARM_UP_STEPS if skip is None else skip
 
 
 def check_picture(option: str, path: Path | None) -> None:

@@ -9,11 +9,20 @@ from typing import Annotated
 
 import typer
 
-from merakc.cli.console import NO, AsJson, progress_console, told
+from merakc.cli.console import (
+    NO,
+    AsJson,
+    Skip,
+    check_used,
+    progress_console,
+    told,
+    warm_up,
+)
+from merakc.files.printable import count_of
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
-from merakc.report.run import WARM_UP_STEPS, compare_run, figures, rows_table, timed_steps
+from merakc.report.run import compare_run, figures, rows_table, timed_steps
 from merakc.report.terminal import Terminal
 
 LEDGER_SUFFIX = ".jsonl"
@@ -22,9 +31,7 @@ LEDGER_SUFFIX = ".jsonl"
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan file.")],
     second: Annotated[Path, typer.Argument(help="Another, or the .jsonl ledger of a run.")],
-    skip: Annotated[
-        int, typer.Option(help="Steps of a run that warm up, and are left out.", min=0)
-    ] = WARM_UP_STEPS,
+    skip: Skip = None,
     every: Annotated[
         bool, typer.Option("--all", help="Name each parameter, and whole orders of work.")
     ] = False,
@@ -34,9 +41,17 @@ def diff(
 
     Exits with 1 where two plans differ.
     """
-    if second.suffix == LEDGER_SUFFIX:
+    is_run = second.suffix == LEDGER_SUFFIX
+    with told(progress_console()):
+        check_used(
+            is_run, "of a run: give its .jsonl ledger in place of the second plan", skip=skip
+        )
+        check_used(not is_run, "of two plans: give another in place of the ledger", all=every)
+    if is_run:
         with told(progress_console()):
-            _show_run(load_plan(first), read_ledger(second), str(first), skip, as_json=as_json)
+            _show_run(
+                load_plan(first), read_ledger(second), str(first), warm_up(skip), as_json=as_json
+            )
         return
     with told(progress_console()):
         old, new = load_plan(first), load_plan(second)
@@ -62,5 +77,7 @@ def _show_run(file: PlanFile, ledger: Ledger, where: str, skip: int, *, as_json:
         found = {"steps": count, "origin": ledger.header.origin, "rows": figures(rows)}
         Terminal().print_json(json.dumps(found))
         return
-    title = f"{file.decisions.model}: predicted, and the median of {count} measured steps"
+    title = (
+        f"{file.decisions.model}: predicted, and the median of {count_of(count, 'measured step')}"
+    )
     Terminal().print(rows_table(rows, title))

@@ -16,12 +16,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told
+from merakc.cli.console import NO, AsJson, check_outputs, check_used, progress_console, told
 from merakc.cli.health import Check, Status, all_checks
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.files.writing import write_atomically
 from merakc.report.terminal import Terminal
 
+OF_GPUS = "of the training on GPUs: give --gpu too"
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -33,7 +35,9 @@ def doctor(
     output: Annotated[
         list[Path] | None, typer.Option("-o", "--output", help="With --gpu: .html, .json.")
     ] = None,
-    device: Annotated[str, typer.Option(help="With --gpu: cuda, or cpu to try it.")] = "cuda",
+    device: Annotated[
+        str | None, typer.Option(help="With --gpu: cuda, which is usual, or cpu to try it.")
+    ] = None,
     only: Annotated[
         str | None, typer.Option(help="With --gpu: checks with this in their name.")
     ] = None,
@@ -43,9 +47,11 @@ def doctor(
     Exits with 1 where anything fails; warnings are no failure.
     """
     progress = progress_console()
+    with told(progress):
+        check_used(gpu, OF_GPUS, output=output or None, device=device, only=only)
     if gpu:
         with told(progress):
-            found = on_gpus(device, only or "", output or [], progress)
+            found = on_gpus(device or "cuda", only or "", output or [], progress)
     else:
         found = []
         for check in all_checks():
@@ -67,7 +73,8 @@ def on_gpus(device: str, only: str, outputs: list[Path], progress: Terminal) -> 
     gpus = torch.cuda.device_count()
     if device not in ("cpu", "cuda") or (device == "cuda" and not gpus):
         raise ConfigError(
-            f"--device {device}: this process sees {gpus} GPUs; try the checks with --device cpu"
+            f"--device {device}: this process sees {count_of(gpus, 'GPU')}; try the checks with "
+            "--device cpu"
         )
     for output in outputs:
         check_outputs(output=output)

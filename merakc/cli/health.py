@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.files.printable import count_of
 from merakc.kernels import gemm
 from merakc.report.units import format_bytes
 
@@ -144,7 +145,7 @@ def _nccl_version() -> str:
 
 def all_reduce(backend: str, ranks: int, timeout_s: float = ALL_REDUCE_TIMEOUT_S) -> Check:
     """Whether that many local ranks add up a tensor."""
-    name = f"all-reduce of {ranks} ranks by {backend}"
+    name = f"all-reduce of {count_of(ranks, 'rank')} by {backend}"
     start_s = time.perf_counter()
     try:
         sums = run_ranks(ranks, _sum_of_ones, backend, backend=backend, timeout_s=timeout_s)
@@ -170,7 +171,7 @@ def _sum_of_ones(backend: str) -> float:
 def devices() -> Iterator[Check]:
     """The processors, what multiplies on them, and what each GPU has free."""
     cores = len(os.sched_getaffinity(0))
-    yield Check("CPU", "ok", f"{cores} cores for this process, {platform.machine()}")
+    yield Check("CPU", "ok", f"{count_of(cores, 'core')} for this process, {platform.machine()}")
     by = f"oneDNN's, {gemm.gain():.1f} times as fast as torch's" if gemm.is_faster() else "torch's"
     yield Check("products of float32", "ok", by)
     for k in range(torch.cuda.device_count()):

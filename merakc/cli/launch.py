@@ -6,11 +6,14 @@ import logging
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Annotated
 
 import torch
@@ -19,10 +22,13 @@ from rich.console import Console
 
 from merakc.cli.console import progress_console, told
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.ir.plan_file import load_plan
+from merakc.machines.excepthook import ENDING
 
 # torchrun's loggers, which repeat what it raises.
 QUIET = ("multiprocessing.api", "agent.server.api")
+SIGNALS = "SIGTERM,SIGHUP,SIGQUIT"  # that torchrun hands on: Ctrl-C comes to ranks by `agent`
 # What stands behind the script is the script's.
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -60,25 +66,49 @@ def launch(
 
 
 def agent(command: list[str], console: Console) -> int:
-    """torchrun; of ranks that fail, which have said why, it tells in one line. The exit code."""
+    """torchrun; of ranks that fail or are interrupted, which have said why, it tells in one line.
+    The exit code.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     for name in QUIET:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    try:
-        main(command)
-    except ChildFailedError as error:
-        each = (
-            f"rank {rank}: {f'exit code {f.exitcode}' if f.exitcode > 0 else f.signal_name()}"
-            for rank, f in sorted(error.failures.items())
-        )
-        console.print(f"merakc: all ranks have ended ({', '.join(each)})", soft_wrap=True)
-        return 1
-    except SignalException as error:
-        return 128 + error.sigval
+    with TemporaryDirectory() as folder:
+        os.environ[ENDING], ending = folder, Path(folder)
+
+        def interrupted(number: int, _: FrameType | None) -> None:
+            end_starting(ending)
+            raise SignalException("interrupted", sigval=signal.Signals(number))
+
+        signal.signal(signal.SIGINT, interrupted)
+        try:
+            main(["--signals-to-handle", SIGNALS, *command])
+        except ChildFailedError as error:
+            each = (
+                f"rank {rank}: {f'exit code {f.exitcode}' if f.exitcode > 0 else f.signal_name()}"
+                for rank, f in sorted(error.failures.items())
+            )
+            console.print(f"merakc: all ranks have ended ({', '.join(each)})", soft_wrap=True)
+            return 1
+        except SignalException as error:
+            if error.sigval == signal.SIGINT and not [*ending.iterdir()]:
+                console.print("merakc: interrupted: all ranks have ended")
+            return 128 + error.sigval
     return 0
+
+
+def end_starting(ending: Path) -> None:
+    """Ends the processes of this one that are no files of the folder: ranks that import modules,
+    which an interruption leaves with tracebacks of any kind.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            for pid in (thread / "children").read_text().split():
+                if not (ending / pid).exists():
+                    os.kill(int(pid), signal.SIGTERM)
 
 
 def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
@@ -89,8 +119,10 @@ def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
         raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
     wanted = load_plan(plan).decisions.mesh.world_size
     if wanted % int(nodes) or (ranks or wanted // int(nodes)) * int(nodes) != wanted:
-        each = f" of {ranks} ranks" if ranks else ""
-        raise ConfigError(f"{plan} is of {wanted} ranks, which {nodes} machines{each} are not")
+        each = f" of {count_of(ranks, 'rank')}" if ranks else ""
+        raise ConfigError(
+            f"{plan} is of {count_of(wanted, 'rank')}, which {nodes} machines{each} are not"
+        )
     return wanted // int(nodes)
 
 

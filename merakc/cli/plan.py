@@ -91,7 +91,7 @@ def plan(
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
         check_outputs(output=output)
-        goal, mixed = goal_of(tokens, price), parse_precision(precision)
+        goal, mixed = goal_of(tokens, price, is_told=not as_json), parse_precision(precision)
         found = machines(cluster, mixed.compute if mixed else "float32", ranks)
         ranks = ranks or len(found.described(1).devices)
         request = Request(

@@ -44,18 +44,22 @@ from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
 from merakc.report.yields import Goal, shown_yields, yields
 
+Batch = Annotated[
+    int | None, typer.Option(help="Samples a step, over all devices, the same everywhere.", min=1)
+]
+PerRank = Annotated[
+    float | None,
+    typer.Option(help="In place of --batch: so many samples for each device (0.5: one for two)."),
+]
+
 
 def scale(
     source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
     cluster: Annotated[str, typer.Option(help="A preset, or a cluster file.")] = "h100",
     least: Annotated[int, typer.Option("--from", help="Devices to begin with.", min=1)] = 8,
     most: Annotated[int, typer.Option("--to", help="Devices to end with.", min=1)] = 4096,
-    batch: Annotated[
-        int | None, typer.Option(help="Samples a step, the same everywhere.", min=1)
-    ] = None,
-    per_rank: Annotated[
-        float | None, typer.Option(help="Samples a step for each device.", min=0)
-    ] = None,
+    batch: Batch = None,
+    per_rank: PerRank = None,
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
@@ -114,11 +118,11 @@ def _cases(
     batch, per_rank = size
     if (per_rank is None) == (batch is None):
         raise ConfigError(
-            "give the batch of all ranks for strong scaling (--batch), or samples a rank for weak "
-            "scaling (--per-rank), and not both"
+            "give one of --batch, samples a step over all devices (strong scaling), and "
+            "--per-rank, samples for each device (weak scaling)"
         )
     if per_rank is not None and not 0 < per_rank < math.inf:
-        raise ConfigError(f"{per_rank} samples a rank: give a number above 0, such as 0.5")
+        raise ConfigError(f"--per-rank {per_rank:g}: give a number above 0, such as 2 or 0.5")
     return [
         Case(cluster, count, batch or max(1, round(count * (per_rank or 0))), sequence)
         for count in counts

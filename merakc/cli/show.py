@@ -15,6 +15,7 @@ from merakc.cli.console import (
     TrustCode,
     check_outputs,
     check_picture,
+    check_used,
     goal_of,
     progress_console,
     told,
@@ -22,12 +23,14 @@ from merakc.cli.console import (
 )
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.report.findings import verdict
-from merakc.report.packing import unpack
+from merakc.report.packing import Moments, unpack
 from merakc.report.page import require_report, write_page
 from merakc.report.terminal import Terminal
 from merakc.report.text import plan_table, report_table
 from merakc.report.trace import write_trace
 from merakc.report.yields import Goal, yields_line
+
+OF_PASSES = "of the model whose passes are shown: give --passes SOURCE too"
 
 
 def show(
@@ -57,7 +60,10 @@ def show(
     with told(said):
         check_picture("png", png)
         check_outputs(html=html, trace=trace, png=png)
-        goal = goal_of(tokens, price)
+        written = [path for path in (html, trace, png) if path is not None]
+        goal = goal_of(tokens, price, is_told=not (written or as_json or passes))
+        of_source = {"seq": sequence, "cluster": cluster, "trust_remote_code": trust}
+        check_used(passes is not None, OF_PASSES, **of_source)
         found = load_plan(file)
         if passes is not None:
             # Here, since nothing else needs the compiler: a second of every `merakc show`.
@@ -72,17 +78,19 @@ def show(
         if trace is not None:
             write_trace(step.events, trace, memory=step.memory, collectives=step.collectives)
         if png is not None:
-            from merakc.report.charts.plot import plot_timeline  # with matplotlib
-
-            title = f"{found.decisions.model}: the simulated step"
-            plot_timeline(png, step.events, title=title, collectives=step.collectives)
-        written = [path for path in (html, trace, png) if path is not None]
+            _draw(png, step, f"{found.decisions.model}: the simulated step")
         for path in written:
             said.print(f"written to {path}")
         if passes is not None:
             print_effects(effects, as_json=as_json)
         elif as_json or not written:
             print_plan(found, goal, as_json=as_json, whole=True)
+
+
+def _draw(path: Path, step: Moments, title: str) -> None:
+    from merakc.report.charts.plot import plot_timeline  # with matplotlib
+
+    plot_timeline(path, step.events, title=title, collectives=step.collectives, waits=step.waits)
 
 
 def print_plan(made: PlanFile, goal: Goal, *, as_json: bool, whole: bool = False) -> None:

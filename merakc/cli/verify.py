@@ -15,6 +15,7 @@ from rich.text import Text
 
 from merakc.cli.console import NO, AsJson, TrustCode, progress_console, told
 from merakc.equality.check import STEPS, CheckResult, check_plan
+from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import load_plan
 from merakc.planner.sources.source import load_source
@@ -73,7 +74,7 @@ def result_table(plan: Plan, result: CheckResult) -> Group:
     facts.add_row("checked", _text(result.checked))
     if result.replicas is not None:
         facts.add_row("", f"and, for want of ranks, {_text(result.replicas)}")
-    small = f"{result.parameters:,} parameters"
+    small = count_of(result.parameters, "parameter")
     if result.lowered:
         lowered = (f"{name} {old} → {new}" for name, (old, new) in result.lowered.items())
         small += f" → {result.checked_parameters:,}: {', '.join(lowered)}"
@@ -82,7 +83,9 @@ def result_table(plan: Plan, result: CheckResult) -> Group:
         facts.add_row("left out", f"{', '.join(result.lost)}, for want of ranks: give --ranks")
     if result.unlike:
         some = ", ".join(result.unlike[:3]) + ", ..." * (len(result.unlike) > 3)
-        text = f"along other dims than in the plan: {len(result.unlike)} tensors ({some})"
+        text = (
+            f"along other dims than in the plan: {count_of(len(result.unlike), 'tensor')} ({some})"
+        )
         facts.add_row("split", Text(text, "yellow"))
     if result.compared_with:
         facts.add_row("against", f"{result.compared_with}, {STEPS} AdamW steps")
@@ -122,8 +125,8 @@ def _degrees(plan: Plan) -> dict[str, object]:
 def _text(plan: Plan) -> str:
     parts = [
         plan.shown_degrees,
-        f"{plan.micro_batches} micro-batches",
-        f"{plan.schedule} on {len(plan.rank_of)} stages",
+        count_of(plan.micro_batches, "micro-batch"),
+        f"{plan.schedule} on {count_of(len(plan.rank_of), 'stage')}",
         f"recompute {plan.recompute}",
     ]
     if plan.sequence_parallel:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from merakc.errors import CalibrationError
+from merakc.files.printable import count_of
 from merakc.ir.ledger import Header, Ledger, StepLine
 from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Factors
@@ -67,7 +68,8 @@ def fit_factors(
             f"{ledgers[0].where}: its steps tell of no compute; give that of a run that trains"
         )
     counts = sum(map(len, steps))
-    source = f"{counts} measured steps of {len(ledgers)} runs: merakc calibrate --from"
+    told = count_of(counts, "measured step"), count_of(len(ledgers), "run")
+    source = f"{told[0]} of {told[1]}: merakc calibrate --from"
     by_kind = {fit.kind: fit.after for fit in fits}
     found = Factors(
         by_kind["forward"],

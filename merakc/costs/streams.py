@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+# What is done, from when, and until when.
+Times = tuple[Any, float, float]
+
 
 @dataclass(slots=True)
 class _Running:
@@ -26,7 +29,7 @@ class Streams:
     While the rank computes, they run at the share `overlap` of their speed: collectives and kernels
     compete for multiprocessors and memory; those that do not have a share of their own. What is
     waited for is exposed. `ended` holds the key, the start and the end of each, in seconds since
-    the start of the step, where it is `traced`.
+    the start of the step, where it is `traced`, and `waits` those of each that was waited for.
     """
 
     overlap: float = 1.0
@@ -35,7 +38,8 @@ class Streams:
     exposed_s: float = 0.0
     posted_s: float = 0.0
     queue: deque[_Running] = field(default_factory=deque)
-    ended: list[tuple[Any, float, float]] = field(default_factory=list)
+    ended: list[Times] = field(default_factory=list)
+    waits: list[Times] = field(default_factory=list)
 
     def post(self, key: Hashable, seconds: float, overlap: float | None = None) -> None:
         """Starts a collective of that many seconds behind those that run already, perhaps with a
@@ -79,6 +83,8 @@ class Streams:
     def _finish_first(self) -> None:
         left_s = self.queue[0].left_s
         self.exposed_s += left_s
+        if self.traced and self.queue[0].key is not None:
+            self.waits.append((self.queue[0].key, self.now_s, self.now_s + left_s))
         self._end_first(self.now_s, self.now_s + left_s)
         self.now_s += left_s
 

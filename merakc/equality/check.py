@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from merakc.batches.split import call_arguments
+from merakc.batches.split import call_arguments, split_batch
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
 from merakc.equality.lower import lost, lower_strategy, replicas
 from merakc.equality.ranks import (
@@ -27,6 +27,7 @@ from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink
 from merakc.equality.train import Case, comparable, train_on_rank
 from merakc.errors import ConfigError, MerakError, PlanError
+from merakc.files.printable import count_of
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
@@ -131,7 +132,7 @@ def check_plan(
             case = _case(plan, found, model, replace(run, precision=precision), seed)
             checked.append(case.plan)
             what = f"{arithmetic}, dp={run.dp} alone" if run is dp_alone else arithmetic
-            progress(f"training on {run.world_size} local ranks, {what}")
+            progress(f"training on {count_of(run.world_size, 'local rank')}, {what}")
             differences, compared_with, failed = _compare(case, train, limit, timeout_s, progress)
         rows += [
             Row(LABELS[kind], what, worst.error, worst.name, limit)
@@ -202,9 +203,10 @@ def unlike_splits(plan: Plan, checked: Plan) -> tuple[str, ...]:
 def check_source(plan: Plan, source: Source) -> None:
     """Raises `PlanError`, with the first difference, where a plan is not for this model."""
     samples = max(plan.batch_size // max(plan.micro_batches, 1), 1)
-    args, kwargs = call_arguments(source.batch(samples))
-    several = plan.dp * plan.micro_batches > 1
-    layout = BatchLayout((samples, samples) if several else (samples,), 1)
+    args, kwargs, layout = source.part(samples, alone=plan.dp == 1)
+    if plan.dp * plan.micro_batches == 1:
+        args, kwargs = split_batch(args, kwargs, layout.micro_batches, plan.batch_dims)[0]
+        layout = BatchLayout((samples,), 1)
     cpu = torch.device("cpu")
     recording = record_part(
         source.model, args, kwargs, layout, cpu, plan.precision, dims=plan.batch_dims

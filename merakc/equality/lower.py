@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
 from merakc.ir.strategy import NO_EXPERTS, Strategy
@@ -26,8 +27,8 @@ def lower_strategy(plan: Plan, ranks: int) -> Strategy:
     """
     if ranks < (plan.pp if plan.order else 1):
         raise ConfigError(
-            f"the plan's order of work is for {plan.pp} pipeline ranks, and there are {ranks}; "
-            f"give --ranks {plan.pp} or more"
+            f"the plan's order of work is for {count_of(plan.pp, 'pipeline rank')}, and there are "
+            f"{ranks}; give --ranks {plan.pp} or more"
         )
     levels, mesh = _levels(plan), plan.mesh
     shards = {n: n for n in levels}

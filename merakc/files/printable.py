@@ -14,3 +14,10 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)
+
+
+def count_of(number: int, name: str) -> str:
+    """2, "rank" -> "2 ranks"; a batch has batches."""
+    if number == 1:
+        return f"1 {name}"
+    return f"{number:,} {name}{'es' if name.endswith('ch') else 's'}"

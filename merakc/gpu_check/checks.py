@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from merakc.files.printable import count_of
 from merakc.gpu_check import sanitize, speed
 from merakc.gpu_check.equal import allowed, compare
 from merakc.gpu_check.models import MODELS
@@ -90,7 +91,11 @@ def all_checks(device: str, gpus: int) -> Iterator[Check]:
         given = {"model": "llama", "device": device, **options}
         yield Check("equality", f"{given['model']}: {name}", "equality", given)
     for name, ranks, options in LAYOUTS:
-        where = f"{ranks} ranks" if device == "cpu" or gpus >= ranks else f"{ranks} ranks, one GPU"
+        where = (
+            f"{count_of(ranks, 'rank')}"
+            if device == "cpu" or gpus >= ranks
+            else f"{count_of(ranks, 'rank')}, one GPU"
+        )
         told = ", ".join(f"{key}={value}" for key, value in options.items())
         given = {"model": name, "ranks": ranks, "device": device, "dp": 1, "tp": 1, "pp": 1}
         yield Check("equality", f"{name}: {told} ({where})", "equality", given | options)

@@ -28,7 +28,9 @@ REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 class Prediction:
     """What the simulator expects of one step; `peak_bytes` and `exposed_s` per pipeline rank.
 
-    The latter are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
+    `step_s` is all of a call: the simulated Program, which is the `step_s` of a `Simulation`, and
+    what ranks have measured of the step around it (`Measured.around_s`), nothing before they have.
+    `exposed_s` are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
     share of its seconds that each stage saves by tp communication under computation. `host_s` are,
     per pipeline rank, the seconds in which the host updates, and what it has updated comes back:
     none of them is in `step_s`, as the optimizer's are not; `host_left_s` what

@@ -91,6 +91,11 @@ class Budget:
     size_bytes: int | None = None
     share: float = 1.0
 
+    def __str__(self) -> str:
+        if self.size_bytes is not None:
+            return "the budget"
+        return f"the budget of {self.share:g} of what it holds beside its state"
+
 
 def parse_budget(text: str) -> Budget | None:
     """The budget that a text such as "40 GiB", "512 MB" or "0.5" tells of; None of other texts."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 
 
 class Role(StrEnum):
@@ -95,7 +96,7 @@ class StateShards:
         if ranks % self.optimizer:
             raise ConfigError(
                 f"{self} shards of parameters, gradients and optimizer state: {self.optimizer} "
-                f"must divide the {ranks} ranks that share the state (dp, times cp)"
+                f"must divide the {count_of(ranks, 'rank')} that share the state (dp, times cp)"
             )
 
 
@@ -117,8 +118,8 @@ def parse_shards(given: ShardsGiven, ranks: int, stages: int) -> tuple[StateShar
         return (_parse(given, ranks),) * stages  # type: ignore[arg-type]
     if count != stages:
         raise ConfigError(
-            f"state_shards has {count} entries, the pipeline {stages} stages; give one for "
-            "each, or one for all"
+            f"state_shards has {count} entries, the pipeline {count_of(stages, 'stage')}; give one "
+            "for each, or one for all"
         )
     return tuple(_parse(one, ranks) for one in given)  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ from merakc.batches.split import (
     taken_dims,
 )
 from merakc.errors import ForwardError, OtherSizeError, RecordError, failure
+from merakc.files.printable import count_of
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording, record, without_aside
 from merakc.frontend.regions import WHY
@@ -255,9 +256,9 @@ def wide_of(total: int) -> int:
 def _other_size(samples: int, own: int, taken: str, error: BaseException) -> OtherSizeError:
     """The error for a forward that takes no other number of samples than the batch has."""
     return OtherSizeError(
-        f"the forward takes the batch of {own} samples, and fails for {samples} of them "
-        f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
-        "micro_batches=1"
+        f"the forward takes the batch of {count_of(own, 'sample')}, and fails for {samples} of "
+        f"them ({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 "
+        "and micro_batches=1"
     )
 
 

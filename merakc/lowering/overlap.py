@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from merakc.costs.device import Place, place_on
 from merakc.costs.work.pieces import part_starts
 from merakc.errors import ConfigError, MerakError
+from merakc.files.printable import count_of
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.lowering.lowered import (
@@ -314,8 +315,8 @@ def _tried(
     for count in counts:
         if plan.batch_size % (plan.micro_batches * count):
             failure = ConfigError(
-                f"{plan.batch_size} samples do not divide into {plan.micro_batches} micro-batches "
-                f"of {count} parts"
+                f"a batch of {count_of(plan.batch_size, 'sample')} does not divide into "
+                f"{count_of(plan.micro_batches, 'micro-batch')} of {count} parts"
             )
             continue
         parted = replace(plan, sub_batches=(count,) * len(plan.rank_of))

@@ -182,7 +182,8 @@ def _check_parts(recording: Recording, others: Sequence[Any], forward: Forward) 
         raise RecordError(
             f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
             "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
-            "tensor (mask.sum().clamp(min=1)), or train with dp=1"
+            "tensor (mask.sum().clamp(min=1)), leave padding in and mask the loss where it is "
+            "of lengths (pack_padded_sequence), or train with dp=1"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -19,12 +20,23 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from merakc.errors import ClusterError
+from merakc.files.printable import count_of
 from merakc.files.reading import read_text
-from merakc.machines.cluster import Device, Factors, Hardware, Nodes, Profile
+from merakc.machines.cluster import (
+    NOMINAL_CPU,
+    NOMINAL_GPU,
+    Device,
+    Factors,
+    Hardware,
+    Nodes,
+    Profile,
+)
 from merakc.machines.links import Host, Level
 
 # More than anyone has: beyond, a file is damaged, and a value for each device fills the memory.
 MOST_DEVICES = 1 << 20
+# Machines of which nominal figures are known, with as many devices as there are ranks.
+NOMINAL = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 PRESETS = Path(__file__).parent / "presets"
 _HARDWARE = TypeAdapter(Hardware)
 _KEYS: dict[str, type] = {
@@ -59,8 +71,9 @@ def load_cluster(path: str | Path) -> Hardware:
         text = read_text(place)
     except (OSError, ValueError) as error:
         raise ClusterError(
-            f"{place}: cannot be read as a cluster file ({error}); give the path of a TOML file, "
-            f"or the name of a preset: {', '.join(preset_names())}"
+            f"{place}: cannot be read as a cluster file ({error}){_meant(str(path))}; give the "
+            "path of a TOML file, or one of "
+            f"{', '.join({**NOMINAL, **dict.fromkeys(preset_names())})}"
         ) from None
     return parse_cluster(text, str(place))
 
@@ -113,8 +126,8 @@ def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
     total, found = len(hardware.devices), []
     if ranks > total:
         raise ClusterError(
-            f"{name_or_path}: {ranks} ranks are asked for and it has {total} devices; ask for "
-            "fewer, or describe more nodes"
+            f"{name_or_path}: {count_of(ranks, 'rank')} are asked for and it has "
+            f"{count_of(total, 'device')}; ask for fewer, or describe more nodes"
         )
     for own in hardware.nodes:
         count = min(own.count, ranks // own.devices)
@@ -125,8 +138,8 @@ def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
             break
     if ranks and found:
         raise ClusterError(
-            f"{name_or_path}: {ranks} ranks are left over for a node of {own.devices} devices; "
-            "give a number of ranks that fills whole nodes"
+            f"{name_or_path}: there would be {count_of(ranks, 'rank')} on a node of "
+            f"{count_of(own.devices, 'device')}; give a number of ranks that fills whole nodes"
         )
     if ranks:
         found = [replace(hardware.nodes[0], devices=ranks, count=1)]
@@ -299,8 +312,8 @@ def check_hardware(hardware: Hardware, where: str) -> None:
     total = sum(n.count * n.devices for n in hardware.nodes)  # it may be any number yet
     if total > MOST_DEVICES:
         raise ClusterError(
-            f"{where}: nodes: {total} devices in all, more than {MOST_DEVICES}; mend count or "
-            "devices"
+            f"{where}: nodes: {total} devices in all, more than {MOST_DEVICES}; mend "
+            "count or devices"
         )
     if sizes[-1] < total:
         raise ClusterError(
@@ -350,6 +363,16 @@ def _problem(found: Mapping[str, Any]) -> str:
             return f"{value!r} must be {message}; mend the value, in the unit of its name"
         case _:
             return f"{value!r}: {found['msg']}; mend the value"
+
+
+def _meant(name: str) -> str:
+    """The name of machines that a path may be instead, with its number of nodes and rounding."""
+    base, nodes, rest = re.findall(r"([^:+]*)(:\d+)?(.*)", name)[0]
+    found = difflib.get_close_matches(base.lower(), (*NOMINAL, *preset_names()), 1)
+    if not found:
+        return ""
+    nodes = nodes if found[0] in preset_names() else ""  # others have as many as there are ranks
+    return f" (did you mean {found[0] + nodes + '+tf32' * rest.startswith('+')!r}?)"
 
 
 def _like(name: str, known: tuple[str, ...] | list[str]) -> str:

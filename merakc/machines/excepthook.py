@@ -8,11 +8,15 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 
 from merakc.errors import NOT_THEIRS, MerakError
 
+# Names the folder in which ranks of `merakc launch` tell that they end an interruption themselves.
+ENDING = "MERAKC_ENDING"
 WHOLE = "MERAKC_TRACEBACK"  # set to 1, all lines are shown
 
 
@@ -37,6 +41,9 @@ def show_errors_short() -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
+    if ENDING in os.environ:
+        with suppress(OSError):
+            Path(os.environ[ENDING], str(os.getpid())).touch()
 
 
 def _end() -> None:

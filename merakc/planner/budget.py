@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from merakc.costs.device import Place, place_on
 from merakc.costs.ranks import rank_memory_bytes, stage_devices
 from merakc.costs.work.keep import in_flight
-from merakc.errors import ConfigError
+from merakc.errors import FitError
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import StageGraphs
 from merakc.ir.recompute import Budget, Keep, Run, format_runs
@@ -36,7 +36,7 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
     """The plan, with its prediction, whose stages keep what makes it fastest in a budget for each
     rank: without one, that of the cluster's memory. Of what fits no budget, that of least bytes.
 
-    Raises `ConfigError` where a budget that is given cannot be kept.
+    Raises `FitError` where a budget that is given cannot be kept.
     """
     cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
     found = _Chosen(lowered, cluster)
@@ -48,9 +48,10 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
         made = _fastest(found, limits)
     if budget is not None and _lacks(made, limits) > 0:
         least = max(_prediction(made).peak_bytes)
-        raise ConfigError(
-            f"a rank needs {format_bytes(least)} at the least, and the budget is "
-            f"{format_bytes(min(limits))}; give more, smaller micro-batches, or shard the state"
+        raise FitError(
+            f"a rank needs {format_bytes(least)} at the least, and {budget} that recompute asks "
+            f"for is {format_bytes(min(limits))}; give a larger one (auto: what the device has), "
+            "smaller micro-batches, or shard the state"
         )
     return made
 

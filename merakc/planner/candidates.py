@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from merakc.costs.state import Precision
 from merakc.errors import CutError, MerakError
+from merakc.files.printable import count_of
 from merakc.ir.state import stages_given
 from merakc.ir.strategy import Form, Strategy
 from merakc.machines.cluster import Hardware
@@ -109,7 +110,7 @@ def find_candidates(
         groups.setdefault(key, []).append(strategy)
     if not groups:
         raise _nothing_divides(table, request)
-    progress(f"comparing {sum(map(len, groups.values()))} layouts")
+    progress(f"comparing {count_of(sum(map(len, groups.values())), 'layout')}")
 
     def least_s(strategy: Strategy, like: Outlook | Candidate) -> float:
         """A sample in another order of work, which saves what is idle."""
@@ -147,8 +148,9 @@ def _nothing_divides(table: PieceTable, request: Request) -> MerakError:
     size = request.total_batch_size or request.batch_size
     most = max((len(table.pieces(f, 1)) for f in table.forms), default=0)
     none = CutError(
-        f"no degrees that divide {request.world_size} ranks and {size} samples give a stage to "
-        f"every pipeline rank, of which there can be at most {most}; give other degrees, or a batch"
+        f"no degrees that divide {count_of(request.world_size, 'rank')} and "
+        f"{count_of(size, 'sample')} give a stage to every pipeline rank, of which there can be at "
+        f"most {most}; give other degrees, or a batch"
     )
     return next(iter(table.refused.values()), none)
 

@@ -13,6 +13,7 @@ from merakc.costs.host import host_bytes
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.costs.state import Precision
 from merakc.errors import FitError, MerakError
+from merakc.files.printable import count_of
 from merakc.ir.offload import NONE, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.program import Mesh
 from merakc.ir.state import AUTO, UNSHARDED, StateShards
@@ -69,7 +70,7 @@ class Least:
         again = f", recompute='{chosen.recompute}'" if chosen.recompute != "none" else ""
         again += f", offload='{chosen.offload}'" if chosen.offload != NONE else ""
         return (
-            f"{chosen.degrees}, {chosen.micro_batches} micro-batches "
+            f"{chosen.degrees}, {count_of(chosen.micro_batches, 'micro-batch')} "
             f"of {chosen.samples}{sharded}{again}"
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from merakc.errors import ClusterError, MerakError
+from merakc.files.printable import count_of
 from merakc.ir.report import Verdict
 from merakc.ir.state import UNSHARDED
 from merakc.ir.strategy import Strategy
@@ -21,7 +22,6 @@ from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request, check_request
 from merakc.planner.sources.source import Source
 from merakc.report.analysis import make_report
-from merakc.report.units import count_of
 from merakc.report.yields import HOUR_S, Goal, yields
 
 DEGREES = ("dp", "tp", "pp")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
-from merakc.batches.split import batch_size_of, call_arguments
+from merakc.batches.split import batch_size_of
+from merakc.files.printable import count_of
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording
-from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.report import Alternative, Alternatives, Refusal
 from merakc.ir.strategy import Strategy
@@ -39,16 +40,24 @@ class Recordings:
     _shared: Shared = field(default_factory=dict)
     _compared: Compared = field(default_factory=Compared)
 
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one dp rank, whatever else is decided."""
+        asked = self.request
+        return asked.dp == 1 or asked.world_size == prod(
+            degree or 1 for degree in (asked.tp, asked.pp, asked.cp)
+        )
+
     def __call__(self, samples: int) -> Recording:
         """The recording of a micro-batch of so many samples."""
         if samples not in self.known:
-            self.progress(f"recording {self.source.name} with {samples} samples")
-            args, kwargs = call_arguments(self.source.batch(samples))
+            self.progress(f"recording {self.source.name} with {count_of(samples, 'sample')}")
+            args, kwargs, layout = self.source.part(samples, alone=self._alone)
             dims = self.source.dims
-            assert batch_size_of(args, kwargs, dims) == samples, "a source gives as many as asked"
+            given = batch_size_of(args, kwargs, dims)
+            assert given == layout.own, "a source gives as many as asked"
             cpu = torch.device("cpu")
             precision = self.request.precision
-            layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
             recording = record_part(
                 self.source.model, args, kwargs, layout, cpu, precision,
                 couplings=self.request.couplings, dims=dims, shared=self._shared,

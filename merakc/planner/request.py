@@ -11,6 +11,7 @@ from typing import Any
 
 from merakc.batches.split import divisors
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.files.reading import read_text
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
 from merakc.ir.offload import NONE, parse_offload
@@ -193,8 +194,8 @@ def meshes(request: Request) -> list[Mesh]:
     if not possible:
         given = " x ".join(f"{k}={v}" for k, v in fixed.items() if v is not None)
         raise ConfigError(
-            f"{given} does not multiply to the {request.world_size} ranks that were started; "
-            "give degrees whose product is the number of ranks, or leave one of them None"
+            f"{given} does not multiply to the {count_of(request.world_size, 'rank')} that were "
+            "started; give degrees whose product is the number of ranks, or leave one of them None"
         )
     return possible
 
@@ -213,8 +214,8 @@ def check_request(request: Request, batch_size: int) -> None:
     rest, left = divmod(world, (tp or 1) * (pp or 1) * (cp or 1))
     if left or (dp and rest % dp) or (dp and tp and pp and dp != rest):
         raise ConfigError(
-            f"{' x '.join(fixed)} does not multiply to {world} ranks; give degrees whose product "
-            "is the number of ranks, or divides it and leaves one open"
+            f"{' x '.join(fixed)} does not multiply to {count_of(world, 'rank')}; give degrees "
+            "whose product is the number of ranks, or divides it and leaves one open"
         )
     open_dp = [d for d in range(1, rest + 1) if rest % d == 0]
     possible = [dp] if dp else [rest] if tp and pp else open_dp
@@ -222,8 +223,9 @@ def check_request(request: Request, batch_size: int) -> None:
         over = f"dp={possible[0]}" if len(possible) == 1 else "any dp"
         each = f" and into {micro_batches} micro-batches" if micro_batches > 1 else ""
         raise ConfigError(
-            f"a batch of {batch_size} samples does not divide over {over} of {world} ranks{each}; "
-            f"give a multiple of {possible[0] * micro_batches}, or other degrees"
+            f"a batch of {count_of(batch_size, 'sample')} does not divide over {over} of "
+            f"{count_of(world, 'rank')}{each}; give a multiple of {possible[0] * micro_batches}, "
+            "or other degrees"
         )
 
 
@@ -232,8 +234,8 @@ def micro_batches_for(request: Request, mesh: Mesh) -> int:
     if request.micro_batches is not None:
         if request.micro_batches < 1 or request.batch_size % request.micro_batches:
             raise ConfigError(
-                f"a batch of {request.batch_size} samples does not divide into "
-                f"{request.micro_batches} micro-batches: give micro_batches one of "
+                f"a batch of {count_of(request.batch_size, 'sample')} does not divide into "
+                f"{count_of(request.micro_batches, 'micro-batch')}: give micro_batches one of "
                 f"{divisors(request.batch_size)}, or, where its samples do not stand in dim 0, "
                 "batch_dims that say where"
             )

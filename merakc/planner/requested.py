@@ -18,6 +18,7 @@ from merakc.batches.split import (
     tensor_specs,
 )
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.frontend.python.plain_tensors import check_batch
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchDims
 from merakc.ir.offload import parse_offload
@@ -169,8 +170,8 @@ def _check_plan(request: Request, given: Plan) -> None:
             )
     if request.local_batch_size(given.dp) is None:
         raise ConfigError(
-            f"a batch of {request.total_batch_size} samples does not divide over the plan's "
-            f"dp={given.dp}; give a multiple of it, or make a new plan"
+            f"a batch of {count_of(request.total_batch_size or 0, 'sample')} does not divide over "
+            f"the plan's dp={given.dp}; give a multiple of it, or make a new plan"
         )
     if not request.batch_dims.items() <= given.batch_dims.items():
         raise ConfigError(
@@ -195,8 +196,9 @@ def _check_plan(request: Request, given: Plan) -> None:
         )
     if given.mesh.world_size != request.world_size:
         raise ConfigError(
-            f"the plan is for {given.mesh.world_size} ranks ({' x '.join(given.degrees.split())}), "
-            f"{request.world_size} were started; start as many, or make a new plan"
+            f"the plan is for {count_of(given.mesh.world_size, 'rank')} "
+            f"({' x '.join(given.degrees.split())}), {request.world_size} were started; start as "
+            "many, or make a new plan"
         )
 
 

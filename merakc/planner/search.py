@@ -87,7 +87,7 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     where nothing fits. More is recomputed, or waits on the host as needed, only where less does not
     fit, except by ranks that share cores: they may be faster where one of them has more to do.
 
-    Raises `ConfigError` where a budget that is asked for cannot be kept.
+    Raises `FitError` where a budget that is asked for cannot be kept.
     """
     asked, made = request.state_shards, list[Lowered]()
     offload = parse_offload(request.offload)
@@ -338,7 +338,7 @@ def _sharded(plan: Plan, shards: tuple[StateShards, ...]) -> Plan:
 
 
 def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Cluster) -> Lowered:
-    """The plan that recomputes so, with its prediction. Raises `ConfigError` where a budget that is
+    """The plan that recomputes so, with its prediction. Raises `FitError` where a budget that is
     asked for cannot be kept.
     """
     plan = replace(

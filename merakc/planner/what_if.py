@@ -9,10 +9,9 @@ from functools import cache, partial
 
 import torch
 
-from merakc.batches.split import call_arguments
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.frontend.record import Recording
-from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST
 from merakc.ir.plan_file import PlanFile
@@ -70,7 +69,7 @@ def changed(
 
     @cache
     def record(parts: int) -> Recording:
-        progress(f"recording {source.name} with {strategy.batch_size // parts} samples")
+        progress(f"recording {source.name} with {count_of(strategy.batch_size // parts, 'sample')}")
         return _in_parts(source, plan, strategy.batch_size, parts)
 
     lowered = carry_plan(plan, strategy, record, cluster)
@@ -90,8 +89,9 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
     micro_batches = changes.micro_batches or _micro_batches(local, plan.samples)
     if local % micro_batches:
         raise ConfigError(
-            f"{local} samples of a dp rank do not divide into {micro_batches} micro-batches; give "
-            f"--micro-batches one of {[d for d in range(1, local + 1) if local % d == 0]}"
+            f"a dp rank's {count_of(local, 'sample')} cannot be divided into "
+            f"{count_of(micro_batches, 'micro-batch')}; give --micro-batches one of "
+            f"{[d for d in range(1, local + 1) if local % d == 0]}"
         )
     strategy = replace(strategy, batch_size=local, micro_batches=micro_batches)
     if changes.schedule != AUTO:
@@ -119,7 +119,7 @@ def _divided(batch: int, dp: int) -> int:
     local, left = divmod(batch, dp)
     if left:
         raise ConfigError(
-            f"a batch of {batch} samples does not divide over dp={dp}; give --batch a "
+            f"a batch of {count_of(batch, 'sample')} does not divide over dp={dp}; give --batch a "
             "multiple of it"
         )
     return local
@@ -130,8 +130,8 @@ def _micro_batches(local: int, samples: int) -> int:
     micro_batches, left = divmod(local, samples)
     if left:
         raise ConfigError(
-            f"{local} samples of a dp rank do not divide into micro-batches of {samples}, as the "
-            "plan's are; give --micro-batches"
+            f"a dp rank's {count_of(local, 'sample')} cannot be divided into micro-batches of "
+            f"{samples}, as the plan's are; give --micro-batches"
         )
     return micro_batches
 
@@ -141,7 +141,7 @@ def _check_order(plan: Plan, strategy: Strategy) -> None:
     now, before = (strategy.pp, strategy.micro_batches), (plan.pp, plan.micro_batches)
     if now != before:
         raise ConfigError(
-            f"the plan's order of work is for {before[1]} micro-batches on {before[0]} "
+            f"the plan's order of work is for {count_of(before[1], 'micro-batch')} on {before[0]} "
             f"pipeline ranks, and there are to be {now[1]} on {now[0]}; give --schedule"
         )
 
@@ -153,8 +153,7 @@ def _in_parts(source: Source, plan: Plan, batch_size: int, parts: int) -> Record
 
 def record_source(source: Source, samples: int, plan: Plan) -> Recording:
     """The source's forward on so many samples, as the plan's micro-batches are recorded."""
-    args, kwargs = call_arguments(source.batch(samples))
-    layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
+    args, kwargs, layout = source.part(samples, alone=plan.dp == 1)
     cpu = torch.device("cpu")
     return record_part(
         source.model, args, kwargs, layout, cpu, plan.precision, dims=plan.batch_dims

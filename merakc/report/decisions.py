@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from merakc.files.printable import count_of
 from merakc.ir.layout import block_bounds
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.report import CutReport
-from merakc.report.units import count_of, format_bytes, format_seconds, name_pattern
+from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,13 @@ def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:
         saved = f", {_saved(gains)} of a stage" if gains else ""
         parts.append(form + where + saved)
     for count, products in sorted(Counter(plan.row_chunks.values()).items()):
-        parts.append(f"{products} products beside collectives in {count} chunks of rows")
+        parts.append(
+            f"{count_of(products, 'product')} beside collectives in {count} chunks of rows"
+        )
     if plan.fused_products:
-        parts.append(f"{len(plan.fused_products)} products in one op with their collectives")
+        parts.append(
+            f"{count_of(len(plan.fused_products), 'product')} in one op with their collectives"
+        )
     return "; ".join(parts)
 
 
@@ -250,4 +255,4 @@ def _cut(cut: CutReport, stages: int) -> Section:
         ("bound", f"{cut.bound_load:.3f}", "", ""),
     ]
     columns = {"cut": False, "load": True, "cut bytes": True, "blocks moved": True}
-    return Section(f"Cut into {stages} stages (load 1 is even)", columns, rows)
+    return Section(f"Cut into {count_of(stages, 'stage')} (load 1 is even)", columns, rows)

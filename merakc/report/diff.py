@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.machines.cluster import Cluster
@@ -20,6 +21,9 @@ from merakc.report.units import format_bytes, format_seconds, name_pattern
 # What follows from the decisions, or is told by others.
 SKIPPED = {"graph", "stages"}
 PARAMETERS, ORDER = "parameters", "order"
+MACHINES = "machines"  # whose figures some orders go by: where one plan has none, others tell
+# What users give in place of what plans hold.
+TOLD_AS = {"batch_size": "total_batch_size"}
 # Of an order of work the first actions of the first ranks are shown.
 ACTIONS, RANKS = 4, 2
 MOST_ALIKE = 2  # neighbors that are told one by one
@@ -38,7 +42,8 @@ def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Chan
     """Every decision in which two plans differ; empty where they train alike.
 
     Parameters appear as patterns in which `*` stands for a layer's index; `brief`, those that are
-    on other stages are counted, lists of them are patterns too, and orders only begin.
+    on other stages are counted, lists of them are patterns too, orders only begin, and machines
+    that only one of them goes by are left out. The batch is that of all dp ranks.
     """
     found: list[Change] = []
     if first.graph.hash != second.graph.hash:
@@ -47,7 +52,8 @@ def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Chan
     for field in dataclasses.fields(Plan):
         if field.name in SKIPPED:
             continue
-        old, new = getattr(first, field.name), getattr(second, field.name)
+        name = TOLD_AS.get(field.name, field.name)
+        old, new = getattr(first, name), getattr(second, name)
         if old == new:
             continue
         if brief and field.name == PARAMETERS:
@@ -63,8 +69,10 @@ def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Chan
             named = (dict.fromkeys(names or (), "named") for names in (old, new))
             found += _mapping_changes(field.name, *named)
         else:
-            found.append(Change(field.name, _shown(old), _shown(new)))
-    return [*found, *_stage_changes(first, second)]
+            found.append(Change(name, _shown(old), _shown(new)))
+    found += _stage_changes(first, second)
+    told = found if not brief else [change for change in found if change.what != MACHINES]
+    return told or found
 
 
 def prediction_changes(first: PlanFile, second: PlanFile) -> list[Change]:
@@ -74,8 +82,10 @@ def prediction_changes(first: PlanFile, second: PlanFile) -> list[Change]:
         return []
     step = f"{format_seconds(new.step_s)} ({new.step_s / old.step_s - 1:+.1%})"
     peaks = [max(p.peak_bytes, default=0) for p in (old, new)]
+    made_for = [plan.report.machines if plan.report else "" for plan in (first, second)]
     peak = f"{format_bytes(peaks[1])} ({peaks[1] / max(peaks[0], 1) - 1:+.1%})"
     return [
+        *([Change("made for", *made_for)] if all(made_for) and made_for[0] != made_for[1] else []),
         Change("step", format_seconds(old.step_s), step),
         Change("idle", f"{old.bubble_share:.1%}", f"{new.bubble_share:.1%}"),
         Change("peak of a rank", format_bytes(peaks[0]), peak),
@@ -128,7 +138,7 @@ def _begun(order: Any) -> str:
     """The beginning of an order of work, of which each rank's actions are a text."""
     ranks = [str(own).split() for own in order or ()]
     told = [
-        f"{' '.join(own[:ACTIONS])} .. ({len(own)} actions)"
+        f"{' '.join(own[:ACTIONS])} .. ({count_of(len(own), 'action')})"
         if len(own) > ACTIONS
         else " ".join(own)
         for own in ranks[:RANKS]

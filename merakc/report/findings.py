@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from merakc.files.printable import count_of
 from merakc.ir.report import Alternatives, HeadTimes, RankMemory, Report, SourceFile, Verdict
 from merakc.ir.state import UNSHARDED
 from merakc.ir.strategy import Strategy
 from merakc.report.charts.labels import ComputeLabel, parse_label
 from merakc.report.decisions import Section
-from merakc.report.units import bytes_unit, count_of, format_bytes, format_count, format_seconds
+from merakc.report.units import bytes_unit, format_bytes, format_count, format_seconds
 
 COMPUTES = {
     "F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights",

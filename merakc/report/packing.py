@@ -7,7 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import pydantic
@@ -30,17 +30,23 @@ _PEER = re.compile(r"((?:->|<-) )(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What happens in a step: computes and messages, collectives over dp, live bytes."""
+    """What happens in a step: computes and messages, collectives over dp, live bytes, and when
+    ranks stand still for such collectives inside their computes.
+    """
 
     step_s: float
     events: tuple[Event, ...]
     collectives: tuple[Event, ...] = ()
     memory: tuple[MemorySample, ...] = ()
+    waits: tuple[Event, ...] = ()
 
 
 def pack(simulation: Simulation, most: int = MOST_EVENTS) -> Timeline:
     """The simulated step; of more than `most` events those of the middle are left out."""
-    found = Moments(simulation.step_s, simulation.events, simulation.collectives, simulation.memory)
+    found = Moments(
+        simulation.step_s, simulation.events, simulation.collectives, simulation.memory,
+        simulation.waits,
+    )  # fmt: skip
     left_out_s = middle(found.events, most)
     if left_out_s is not None:
         found = without(found, left_out_s)
@@ -50,6 +56,7 @@ def pack(simulation: Simulation, most: int = MOST_EVENTS) -> Timeline:
         "events": _columns(found.events, tick_s),
         "collectives": _columns(found.collectives, tick_s),
         "memory": _memory_columns(found.memory, tick_s),
+        "waits": _columns(found.waits, tick_s),
     }
     text = json.dumps(body, separators=(",", ":"))
     if len(text) > MOST_BYTES and most > 1:  # it is not to be refused when it is read
@@ -75,6 +82,7 @@ def placed(simulation: Simulation, places: Mapping[int, int]) -> Simulation:
         simulation,
         events=renamed(simulation.events),
         collectives=renamed(simulation.collectives),
+        waits=renamed(simulation.waits),
         memory=tuple(replace(m, rank=places[m.rank]) for m in simulation.memory),
     )
 
@@ -93,17 +101,18 @@ def unpack(timeline: Timeline) -> Moments:
             for rank, times, sizes in body.memory
             for at, size in zip(_summed(times), _summed(sizes), strict=True)
         )
-        events, collectives = (
-            tuple(_events(own, tick_s)) for own in (body.events, body.collectives)
+        events, collectives, waits = (
+            tuple(_events(own, tick_s)) for own in (body.events, body.collectives, body.waits)
         )
-        if not all(e.kind in (ActionKind.GATHER, ActionKind.REDUCE) for e in collectives):
+        over_dp = (*collectives, *waits)
+        if not all(e.kind in (ActionKind.GATHER, ActionKind.REDUCE) for e in over_dp):
             raise ValueError("something else stands among its collectives")
     except ValueError as error:
         first = str(error).splitlines()[0]
         raise PlanError(
             f"the plan's timeline cannot be read: {first}; make the plan again"
         ) from error
-    return Moments(body.step_s, events, collectives, memory)
+    return Moments(body.step_s, events, collectives, memory, waits)
 
 
 def middle(events: Sequence[Event], most: int) -> tuple[float, float] | None:
@@ -123,7 +132,9 @@ def without(found: Moments, left_out_s: tuple[float, float]) -> Moments:
         return tuple(e for e in events if e.end_s <= first_s or e.start_s >= last_s)
 
     memory = tuple(m for m in found.memory if not first_s < m.time_s < last_s)
-    return Moments(found.step_s, kept(found.events), kept(found.collectives), memory)
+    return Moments(
+        found.step_s, kept(found.events), kept(found.collectives), memory, kept(found.waits)
+    )
 
 
 def _columns(events: Sequence[Event], tick_s: float) -> list[Any]:
@@ -161,6 +172,7 @@ class _Body:
     events: list[_Columns]
     collectives: list[_Columns]
     memory: list[tuple[int, list[int], list[int]]]
+    waits: list[_Columns] = field(default_factory=list)  # of files from before, none
 
 
 _BODY = pydantic.TypeAdapter(_Body)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from merakc.errors import PlanError
+from merakc.files.printable import count_of
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.report import Report, SourceFile
 from merakc.report.charts.markup import Markup, join, tag, void
@@ -39,7 +40,9 @@ def page(file: PlanFile) -> str:
     """The page's text."""
     plan, report = file.decisions, file.report
     world = plan.mesh.world_size
-    title = f"{plan.model} on " + (f"{world} x {report.cluster}" if report else f"{world} ranks")
+    title = f"{plan.model} on " + (
+        f"{world} x {report.cluster}" if report else count_of(world, "rank")
+    )
     first = (tag("p", verdict(report.verdict)), _cards(report)) if report else ()
     foot = f"merakc {file.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
     return document(title, first, _body(file), foot)
@@ -75,7 +78,7 @@ def _cards(report: Report) -> Markup:
     peak = f"{share:.0%} of {format_bytes(found.memory_bytes)}"
     rate, _, unit = throughput(found).removesuffix("/device").rpartition(" ")
     cards = [
-        ("step", format_seconds(found.step_s), f"{found.samples} samples"),
+        ("step", format_seconds(found.step_s), count_of(found.samples, "sample")),
         ("MFU", f"{found.mfu:.1%}", f"of {found.peak_source}"),
         ("bubble", f"{found.bubble_share:.1%}", "idle, of all ranks"),
         ("peak", format_bytes(found.peak_bytes), f"{peak}, rank {found.peak_rank}"),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from merakc.costs.spent import by_rank, merged
 from merakc.errors import LedgerError
+from merakc.files.printable import count_of
 from merakc.ir.ledger import Ledger, Spent, StepLine
 from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.program import ActionKind
@@ -87,8 +88,8 @@ def timed_steps(ledger: Ledger, skip: int = WARM_UP_STEPS) -> list[StepLine]:
     found = [step for step in ledger.steps[skip:] if not step.counted]
     if not found:
         raise LedgerError(
-            f"{ledger.where}: holds {len(ledger.steps)} steps, and the first {skip} and those "
-            "whose memory was counted are left out; run more"
+            f"{ledger.where}: holds {count_of(len(ledger.steps), 'step')}, and the first {skip} "
+            "and those whose memory was counted are left out; run more"
         )
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterable
 from typing import TextIO
 
@@ -25,6 +27,13 @@ class Terminal(Console):
             stderr=stderr, highlight=highlight, markup=False, emoji=False, file=file, width=width,
             color_system="auto" if file is None else None, legacy_windows=False,
         )  # fmt: skip
+
+    def on_broken_pipe(self) -> None:
+        """Ends the process in silence where nobody reads on, with the code of a shell for that."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):  # what is left in buffers is written at the end
+            os.dup2(nowhere, stream)
+        raise SystemExit(128 + signal.SIGPIPE)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

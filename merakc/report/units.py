@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
+from math import inf
 
+LONGEST_IN_S = 600.0
+LONG = (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0), ("s", 1.0))
 _LAYER_INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
@@ -25,7 +29,11 @@ def bytes_unit(size_bytes: float) -> tuple[str, float]:
 
 
 def format_seconds(time_s: float) -> str:
-    """0.0015 -> "1.50 ms"."""
+    """0.0015 -> "1.50 ms", 45240 -> "12 h 34 min"; from ten minutes on in two units."""
+    for (large, size_s), (small, part_s) in pairwise(LONG):
+        if (LONGEST_IN_S if small == "s" else size_s) <= abs(time_s) < inf:
+            whole, rest = divmod(round(time_s / part_s), round(size_s / part_s))
+            return f"{whole:,} {large} {rest} {small}"
     for unit, per_second in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if abs(time_s) * per_second >= 1:
             return f"{time_s * per_second:.2f} {unit}"
@@ -43,13 +51,6 @@ def format_count(number: float) -> str:
 def _three_digits(number: float) -> str:
     places = 2 if abs(number) < 10 else 1 if abs(number) < 100 else 0
     return f"{number:.{places}f}"
-
-
-def count_of(number: int, name: str) -> str:
-    """2, "rank" -> "2 ranks"; a batch has batches."""
-    if number == 1:
-        return f"1 {name}"
-    return f"{number:,} {name}{'es' if name.endswith('ch') else 's'}"
 
 
 def name_pattern(name: str) -> str:

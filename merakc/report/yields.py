@@ -74,8 +74,10 @@ def yields_line(found: Verdict, goal: Goal) -> str:
 
 
 def format_yield(value: float) -> str:
-    """Numbers from 1,000 on have three digits and a letter."""
-    return format_count(value) if value >= 1000 else f"{value:,.1f}"
+    """Numbers from 1,000 on have three digits and a letter, those below 0.1 two digits."""
+    return (
+        format_count(value) if value >= 1000 else f"{value:.2g}" if value < 0.1 else f"{value:.1f}"
+    )
 
 
 def shown_yields(figures: Mapping[str, float]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from merakc.errors import ConfigError, PlanError
+from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind
 from merakc.ir.schedule import Schedule
@@ -69,9 +70,9 @@ def _ordered(plan: Plan) -> Schedule:
     found = {a.micro_batch for order in schedule.orders for a in order}
     if len(found) != plan.micro_batches or schedule.ranks != plan.pp:
         raise ConfigError(
-            f"schedule '{plan.schedule}' is an order of {len(found)} micro-batches on "
-            f"{schedule.ranks} ranks, and the plan has {plan.micro_batches} on {plan.pp}; write "
-            "the order for these, or give micro_batches and pp to fit it"
+            f"schedule '{plan.schedule}' is an order of {count_of(len(found), 'micro-batch')} on "
+            f"{count_of(schedule.ranks, 'rank')}, and the plan has {plan.micro_batches} on "
+            f"{plan.pp}; write the order for these, or give micro_batches and pp to fit it"
         )
     again = any(a.kind is ActionKind.RECOMPUTE for order in schedule.orders for a in order)
     if again and plan.recompute not in ("stage", "solved"):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from merakc.costs.streams import Streams
+from merakc.costs.streams import Streams, Times
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.program import (
     COMPUTES,
@@ -41,14 +41,16 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One simulated step. `busy_s` and `peaks` are per rank, in the order of the Programs.
+    """One simulated step. `busy_s` and `peaks` are per rank, in the order of the Programs. `step_s`
+    is that of the Programs alone: what a call does around them is in a `Prediction`'s.
 
     Busy is computing or reducing, or waiting for collectives over dp: that is the exposed part of
     their seconds. `bubble_share` is the idle part of ranks times `step_s`. A `RECV` event lasts as
     long as the rank waits, a `SEND` event, which takes the rank no time, stands at the moment of
     posting. `messages` are those between two ranks, in the order in which each receives them.
-    `collectives` are the events of those over dp, which run beside the others, `inside` those of
-    the computes' graphs. `memory` holds samples, rank by rank in order of time. Computes take
+    `collectives` are the events of those over dp, which run beside the others, and `waits` when
+    their rank stands still for them, inside its computes; `inside` are those of the computes'
+    graphs. `memory` holds samples, rank by rank in order of time. Computes take
     `stretch` times as long as on ranks that are alone. `host_bytes` is the most that each rank has
     on its host.
     """
@@ -63,6 +65,7 @@ class Simulation:
     communication_s: tuple[float, ...] = ()
     messages: tuple[Message, ...] = ()
     collectives: tuple[Event, ...] = ()
+    waits: tuple[Event, ...] = ()
     inside: GraphCollectives = field(default_factory=dict, hash=False)
     stretch: float = 1.0
     host_bytes: tuple[int, ...] = ()
@@ -159,7 +162,8 @@ def _result(states: Sequence[_Rank], costs: CostTable, stretch: float) -> Simula
         exposed_s=tuple(s.clock.exposed_s for s in states),
         communication_s=tuple(s.clock.posted_s for s in states),
         messages=tuple(m for s in states for m in s.messages),
-        collectives=tuple(e for s in states for e in s.collectives()),
+        collectives=tuple(e for s in states for e in s.over_dp(s.clock.ended)),
+        waits=tuple(e for s in states for e in s.over_dp(s.clock.waits)),
         inside=costs.collectives,
         stretch=stretch,
         host_bytes=tuple(s.held.host_peak_bytes for s in states),
@@ -204,7 +208,7 @@ class _Rank:
         self._note(action, start_s)
 
     def compute(self, action: Action) -> None:
-        start_s = self.clock.now_s
+        start_s, waits = self.clock.now_s, len(self.clock.waits)
         self.held.start(action, start_s)
         for part in parts_of(action, next(self.durations), self.costs, self.clock):
             if isinstance(part, Compute):
@@ -214,11 +218,13 @@ class _Rank:
             self.held.sample(self.clock.now_s)
             if self.pace is not None:
                 self.pace.note(action.kind, self.clock, self.busy_s, self.held.activations_bytes)
+        else:  # a reduction is nothing else
+            del self.clock.waits[waits:]
         self._note(action, start_s)
 
-    def collectives(self) -> Iterator[Event]:
-        """The collectives over dp, with their times."""
-        for (bucket, kind), start_s, end_s in self.clock.ended:
+    def over_dp(self, times: Sequence[Times]) -> Iterator[Event]:
+        """What collectives over dp, by their keys, take from when to when."""
+        for (bucket, kind), start_s, end_s in times:
             of = ActionKind.GATHER if kind in GATHERING else ActionKind.REDUCE
             yield Event(self.rank, f"{kind} {bucket}", of, start_s, end_s)
 

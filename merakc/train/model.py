@@ -162,7 +162,7 @@ class ParallelModel(Forwards):
 
     @property
     def simulation(self) -> Simulation | None:
-        """What the simulator expects of a step of this plan, from the stages' own graphs."""
+        """The Programs of a step, simulated: `plan_file.prediction` adds what is around them."""
         return self._own("_simulation")  # type: ignore[no-any-return]
 
     @property

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import ConfigError, MismatchError
+from merakc.files.printable import count_of
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import parse_layout, whole_layout
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
-from merakc.report.units import count_of
 from merakc.runtime.groups import Groups, together
 from merakc.runtime.health.job import all_ranks
 from merakc.runtime.state import Placement

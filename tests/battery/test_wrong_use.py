@@ -65,7 +65,7 @@ ARGUMENTS: dict[str, Case] = {
         ProgramError, ("rank 1, 1B0", "missing")),
     "an order of other micro-batches": (
         {"schedule": "0F0 0B0; 1F0 1B0", "micro_batches": 2, "pp": 2},
-        ConfigError, ("an order of 1 micro-batches on 2 ranks", "2 on 2")),
+        ConfigError, ("an order of 1 micro-batch on 2 ranks", "2 on 2")),
     "an order beyond the memory": (
         {"schedule": "0F0 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", "micro_batches": 2, "pp": 2,
          "cluster": Cluster("small", 5e10, 1e10, 5e-6, 1000, 2e-4, 1e9)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from merakc.cli.app import app
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile, load_plan
+from merakc.version import __version__
 
 DEEP = "tests.small_source:deep"
 ASKED = ["--ranks", "2", "--batch", "8", "--cluster", "cpu"]
@@ -27,6 +29,63 @@ def run(*arguments: str, code: int = 0) -> str:
     found = CliRunner().invoke(app, list(arguments))
     assert found.exit_code == code, found.output
     return found.output
+
+
+def test_the_version_is_said() -> None:
+    assert run("--version") == f"merakc {__version__}\n"
+
+
+def test_one_is_no_plural(tmp_path: Path) -> None:
+    asked = ["tests.small_source:small", "--ranks", "1", "--batch", "1", "--cluster", "cpu"]
+    file = str(tmp_path / "plan.json")
+    said = [
+        run("plan", *asked, "-o", file), run("show", file), run("simulate", file, asked[0]),
+        run("diff", file, file), run("plan", *asked, "--dp", "2", code=2),
+        run("plan", *asked, "--micro-batches", "2", code=2),
+    ]  # fmt: skip
+    for text in said:
+        assert not re.search(r"\b1 (micro-batche|stage|rank|sample|device|layout|part)s\b", text)
+
+
+def test_a_budget_that_cannot_be_kept_is_an_answer_and_no_wrong_use() -> None:
+    said = run(*SMALL, "--recompute", "1KiB", code=1)
+    assert said.startswith("FitError: a rank needs ")
+    assert "ConfigError: recompute '1.5' is not" in run(*SMALL, "--recompute", "1.5", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "remedy"),
+    [
+        ("show no.json --seq 4", "--seq", "give --passes SOURCE too"),
+        ("show no.json --cluster cpu", "--cluster", "give --passes SOURCE too"),
+        ("show no.json --trust-remote-code", "--trust-remote-code", "give --passes SOURCE too"),
+        ("show no.json --json --tokens 1B", "--tokens", "give no other form"),
+        ("show no.json --html a.html --tokens 1B", "--tokens", "give no other form"),
+        ("show no.json --price 2", "--price", "give its --tokens too"),
+        ("plan gpt2 --batch 8 --price 2", "--price", "give its --tokens too"),
+        ("plan gpt2 --batch 8 --json --tokens 1B", "--tokens", "give no other form"),
+        ("plan tests.small_source:small --batch 8 --seq 4", "--seq 4", "let the function give"),
+        ("scale gpt2 --batch 8 --price 2", "--price", "give its --tokens too"),
+        ("budget gpt2 --batch 8 --price 2", "--price", "give its --tokens too"),
+        ("simulate no.json gpt2 --price 2", "--price", "give its --tokens too"),
+        ("doctor -o a.html", "--output", "give --gpu too"),
+        ("doctor --only products", "--only", "give --gpu too"),
+        ("doctor --device cpu", "--device", "give --gpu too"),
+        ("diff a.json b.json --skip 0", "--skip", "give its .jsonl ledger"),
+        ("diff a.json b.jsonl --all", "--all", "give another in place of the ledger"),
+        ("calibrate --skip 1", "--skip", "give their ledgers with --from"),
+        ("calibrate --from a.jsonl --ranks 2", "--ranks", "give no --from"),
+        ("calibrate --from a.jsonl --device cpu", "--device", "give no --from"),
+    ],
+)
+def test_an_option_of_which_nothing_would_come_is_refused(
+    arguments: str, option: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run(*arguments.split(), code=2)
+    assert said.startswith(f"ConfigError: {option}")
+    assert remedy in said
+    assert "leave --" in said
 
 
 def test_a_command_imports_what_it_needs() -> None:

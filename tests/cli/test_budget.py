@@ -73,10 +73,11 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--ranks", "8:4"), "--ranks 8:4: give numbers above 0"),
+        (("--ranks", "64:8"), "--ranks 64:8: 64 is more than 8; give 8:64"),
+        (("--ranks", "8:0"), "--ranks 8:0: give numbers above 0"),
         (("--batch", "0"), "--batch 0: give numbers above 0"),
         (("--tokens", "many"), "'many' is no number of tokens"),
-        (("--price", "1,2"), "2 prices for 1 kinds of machines"),
+        (("--price", "1,2"), "2 prices for 1 kind of machines"),
         (("--price", "dear"), "--price dear: give a number, or one for each"),
         (("--mfu", "40"), "give a share between 0 and 1"),
         (("--near",), "give the degrees that it is about"),

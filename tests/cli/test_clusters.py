@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from merakc.cli.clusters import is_built_in, machines
@@ -27,5 +29,17 @@ def test_a_preset_has_as_many_nodes_as_the_ranks_take() -> None:
 def test_what_is_none_or_too_few_is_refused() -> None:
     with pytest.raises(ClusterError, match="h100:2: 64 ranks are asked for and it has 16 devices"):
         machines("h100:2", "bfloat16", 64)
-    with pytest.raises(ClusterError, match="give the path of a TOML file, or the name of a preset"):
+    with pytest.raises(
+        ClusterError, match="give the path of a TOML file, or one of cpu, gpu, a100"
+    ):
         machines("moon", "bfloat16", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("H100", "h100"), ("h10:4", "h100:4"), ("h100+tf33", "h100+tf32"), ("gpu:2", "gpu"),
+     ("GPU+tf", "gpu+tf32"), ("a10080", "a100-80")],
+)  # fmt: skip
+def test_a_name_that_is_nearly_one_is_named(name: str, meant: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(f"(did you mean {meant!r}?)")):
+        machines(name, "bfloat16", 1)

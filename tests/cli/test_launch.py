@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,12 @@ from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from tests.ir.test_plan import PLAN
 
+COMMAND = [sys.executable, "-c", "from merakc.cli.app import app; app()", "launch"]
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from merakc.cli.app import app; app()", "launch", *arguments],
-        capture_output=True, text=True, check=False, timeout=120,
+        [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
 
@@ -40,6 +43,38 @@ def test_a_script_runs_on_all_ranks_with_its_own_arguments(tmp_path: Path) -> No
     missing = run(str(tmp_path / "none.py"))
     assert missing.returncode == 2
     assert "no such script" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("started", "told"),
+    [
+        ("pass", "merakc: interrupted: all ranks have ended"),
+        ("show_errors_short()", "interrupted: all ranks end"),
+    ],
+)
+def test_an_interruption_is_one_line(started: str, told: str, tmp_path: Path) -> None:
+    """Also before ranks have come to merakc, which they import a while."""
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, time\n"
+        "from merakc.machines.excepthook import show_errors_short\n"
+        f"{started}\n"
+        "os.write(1, b'here\\n')\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [*COMMAND, "--ranks", "2", str(script)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+        process.send_signal(signal.SIGINT)
+        since_s = time.monotonic()
+        assert process.stdout.read() == ""  # once the last rank has closed it
+        assert time.monotonic() - since_s < 10  # 0.5 s with nothing beside it
+        assert process.stderr.read().splitlines()[1:] == [told]
+    assert process.returncode == 128 + signal.SIGINT
 
 
 def test_several_machines_meet_at_an_address() -> None:

@@ -54,7 +54,7 @@ def test_the_table_can_be_read_on_a_narrow_terminal() -> None:
 
 def test_what_cannot_be_used_is_one_message() -> None:
     for more, text in (
-        (("--batch", "8"), "and not both"),
+        (("--batch", "8"), "give one of --batch, samples a step over all devices"),
         (("--from", "64"), "more than --to"),
         (("--plot", "a.txt"), "must end with one of .png"),
         (("--cluster", "moon"), "moon: cannot be read as a cluster file"),

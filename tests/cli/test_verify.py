@@ -70,7 +70,7 @@ def test_what_differs_is_exit_code_1(file: str, monkeypatch: pytest.MonkeyPatch)
     assert "DIFFERENT from one process" in printed
     assert "1.0e-03" in printed
     assert "first.weight" in printed
-    assert "along other dims than in the plan: 1 tensors (first.weight)" in printed
+    assert "along other dims than in the plan: 1 tensor (first.weight)" in printed
     assert "for want of ranks" not in printed
     apart = replace(wrong, checked=replace(plan, dp=1), replicas=replace(plan, tp=1))
     monkeypatch.setattr(module, "check_plan", lambda *_, **__: apart)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from merakc.errors import MerakError, MerakWarning
-from merakc.files.printable import printable
+from merakc.files.printable import count_of, printable
+
+
+def test_names_of_many_and_of_one() -> None:
+    assert count_of(1, "micro-batch") == "1 micro-batch"
+    assert (count_of(2, "batch"), count_of(2048, "rank")) == ("2 batches", "2,048 ranks")
 
 
 @pytest.mark.parametrize(

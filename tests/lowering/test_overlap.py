@@ -125,7 +125,7 @@ def test_what_is_asked_for_is_done(count: int) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused_where_rows_do_not_either() -> None:
-    wanted = r"overlap=13: .* 8 samples do not divide into 2 .* of 13"
+    wanted = r"overlap=13: .* 8 samples does not divide into 2 .* of 13"
     with pytest.raises(ConfigError, match=wanted):
         planned("llama", SLOW, 13)  # of 12 words
 

@@ -281,7 +281,7 @@ def test_devices_of_a_file(tmp_path: Path) -> None:
     assert [n.count for n in hardware_for(str(path), 8).nodes] == [2]
     with pytest.raises(ClusterError, match="21 ranks are asked for and it has 20 devices"):
         hardware_for(str(path), 21)
-    with pytest.raises(ClusterError, match="ranks are left over for a node of 8 devices"):
+    with pytest.raises(ClusterError, match="there would be 4 ranks on a node of 8 devices"):
         hardware_for(str(path), 16)
 
 

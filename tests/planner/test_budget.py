@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from benchmarks.models import MODELS
-from merakc.errors import ConfigError
+from merakc.errors import FitError
 from merakc.frontend.record import Recording
 from merakc.ir.recompute import Budget
 from merakc.lowering.predict import predict
@@ -42,8 +42,10 @@ def test_each_rank_keeps_what_its_budget_lets_it(schedule: str, shares: tuple[fl
         by_bytes = within_budget(none, NOMINAL_CPU, Budget(most))
         assert by_bytes.prediction is not None
         assert max(by_bytes.prediction.peak_bytes) <= most
-    with pytest.raises(ConfigError, match="at the least"):
+    with pytest.raises(FitError, match=r"at the least, and the budget that recompute .* 1\.00 KiB"):
         within_budget(none, NOMINAL_CPU, Budget(1 << 10))
+    with pytest.raises(FitError, match="the budget of 0 of what it holds beside its state that"):
+        within_budget(none, NOMINAL_CPU, Budget(share=0.0))
 
 
 def test_a_larger_budget_is_hardly_slower() -> None:

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
-from merakc.errors import ConfigError, CutError, PlanError
+from merakc.api import auto_parallel
+from merakc.equality.check import check_source
+from merakc.errors import ConfigError, CutError, PlanError, RecordError
 from merakc.frontend.record import Recording, record
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.request import Request
 from merakc.planner.sources.source import load_source
+from merakc.planner.what_if import simulated
+from tests.small_source import branching
 
 
 def test_no_size_of_batch_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +69,21 @@ def test_what_cannot_be() -> None:
         plan_offline(source, Request(4, 0, dp=4), 6, NOMINAL_CPU)
     with pytest.raises((CutError, PlanError)):
         plan_offline(source, Request(64, 0, pp=64), 6, NOMINAL_CPU)
+
+
+def test_a_model_that_branches_on_values_is_planned_for_one_dp_rank_by_its_own_batch() -> None:
+    source = load_source("tests.small_source:branching")
+    with pytest.raises(RecordError, match="train with dp=1"):
+        plan_offline(source, Request(2, 0), 4, NOMINAL_CPU)
+    for asked in (
+        Request(1, 0, micro_batches=1), Request(1, 0, micro_batches=2), Request(2, 0, dp=1),
+        Request(2, 0, tp=2),
+    ):  # fmt: skip
+        plan = plan_offline(source, asked, 4, NOMINAL_CPU)[0].plan
+        assert plan.dp == 1
+        assert "second.weight" in plan.parameters
+        check_source(plan, source)
+        assert simulated(plan, source, NOMINAL_CPU).decisions == plan
+        if plan.mesh.world_size == 1:
+            trained = auto_parallel(branching()[0], source.example, plan=plan)
+            assert trained.plan == plan

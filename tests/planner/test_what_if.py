@@ -87,11 +87,11 @@ def test_figures_move_as_they_should() -> None:
         (Request(0, 0, total_batch_size=15), "15 samples does not divide over dp=2"),
         (
             Request(0, 0, total_batch_size=6),
-            "3 samples of a dp rank do not divide into micro-batches of 2",
+            "3 samples cannot be divided into micro-batches of 2",
         ),
         (
             Request(0, 0, micro_batches=3),
-            "8 samples of a dp rank do not divide into 3 micro-batches",
+            "8 samples cannot be divided into 3 micro-batches",
         ),
         (Request(0, 0, schedule="best"), "schedule 'best' is not known"),
     ],

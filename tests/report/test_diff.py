@@ -13,6 +13,7 @@ from merakc.ir.plan_file import Prediction
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.report.diff import Change, changes_table, plan_changes, prediction_changes
+from tests.report.made import report
 from tests.report.test_text import tiny_file, tiny_plan
 
 
@@ -38,6 +39,7 @@ def test_every_decision_is_told(plan: Plan) -> None:
     )
     assert plan_changes(plan, other) == [
         Change("dp", "1", "2"),
+        Change("total_batch_size", "16", "32"),
         Change("state_shards", "-", "1, 1, 2; 1, 1, 2"),
         Change("parameters: layers.*.norm.weight", "0", "1"),
         Change("splits: layers.*.attn.qkv.weight (4)", "3·4*·2 x 8", "-"),
@@ -54,10 +56,19 @@ def test_machines_are_told_by_name_and_by_the_figures_that_differ(plan: Plan) ->
     on = replace(plan, machines=NOMINAL_CPU)
     faster = replace(plan, machines=replace(NOMINAL_CPU, name="faster", link_latency_s=1.0))
     assert plan_changes(plain, on) == [Change("machines", "-", NOMINAL_CPU.name)]
+    assert plan_changes(plain, on, brief=True) == [Change("machines", "-", NOMINAL_CPU.name)]
+    parts = replace(on, sub_batches=(2, 2, 2))
+    told = plan_changes(plain, parts, brief=True)
+    assert told == [Change("sub_batches", "-", "2 (3 times)")]
     assert sorted(plan_changes(on, faster), key=lambda c: c.what) == [
         Change("machines: link_latency_s", str(NOMINAL_CPU.link_latency_s), "1.0"),
         Change("machines: name", NOMINAL_CPU.name, "faster"),
     ]
+
+
+def test_the_batch_is_that_of_all_ranks(plan: Plan) -> None:
+    other = replace(plan, dp=2, batch_size=plan.batch_size // 2)
+    assert plan_changes(plan, other) == [Change("dp", "1", "2")]
 
 
 def test_in_brief_parameters_are_counted_and_orders_begun(plan: Plan) -> None:
@@ -83,6 +94,14 @@ def test_in_brief_lists_of_parameters_are_patterns(plan: Plan) -> None:
     assert len(patterns) < len(names)
     (whole,) = (c for c in plan_changes(plan, other) if c.what == "fused_products")
     assert whole.second == "; ".join(names)
+
+
+def test_the_machines_that_plans_were_made_for_are_told_where_they_differ() -> None:
+    plan = tiny_file()
+    on = {name: replace(plan, report=replace(report(), machines=name)) for name in ("h100", "a")}
+    assert prediction_changes(on["h100"], on["a"])[0] == Change("made for", "h100", "a")
+    same = prediction_changes(on["a"], on["a"])
+    assert [change.what for change in same] == ["step", "idle", "peak of a rank"]
 
 
 def test_predictions_and_the_table() -> None:

@@ -44,6 +44,8 @@ def test_a_step_comes_back() -> None:
     assert close(found.events, simulation.events, found.step_s)
     assert simulation.collectives
     assert close(found.collectives, simulation.collectives, found.step_s)
+    assert simulation.waits
+    assert close(found.waits, simulation.waits, found.step_s)
     bytes_ = [(m.rank, m.live_bytes) for m in simulation.memory]
     assert [(m.rank, m.live_bytes) for m in found.memory] == bytes_
 

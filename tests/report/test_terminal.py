@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
+import pytest
 from rich.table import Table
 from rich.text import Text
 
@@ -27,3 +31,17 @@ def test_texts_are_neither_markup_nor_escape_sequences() -> None:
 
 def test_a_page_shows_what_would_steer() -> None:
     assert tag("p", "\x1b<\ud800", title="\x00") == '<p title="\\u0000">\\u001b&lt;\\ud800</p>'
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_nothing_is_said_where_nobody_reads_on(stream: str) -> None:
+    code = (
+        "import sys; from merakc.report.terminal import Terminal; "
+        f"Terminal(stderr={stream == 'stderr'}).print('a' * 100); sys.stderr.write('went on')"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: closed}
+        done = subprocess.run([sys.executable, "-c", code], check=False, **pipes)
+    assert (done.returncode, done.stdout or b"", done.stderr or b"") == (141, b"", b"")

@@ -6,7 +6,6 @@ import pytest
 
 from merakc.report.units import (
     bytes_unit,
-    count_of,
     format_bytes,
     format_count,
     format_seconds,
@@ -23,9 +22,13 @@ def test_counts_have_three_digits(number: float, text: str) -> None:
     assert format_count(number) == text
 
 
-def test_names_of_many_and_of_one() -> None:
-    assert count_of(1, "micro-batch") == "1 micro-batch"
-    assert (count_of(2, "batch"), count_of(2048, "rank")) == ("2 batches", "2,048 ranks")
+@pytest.mark.parametrize(
+    ("time_s", "text"),
+    [(599.994, "599.99 s"), (600.4, "10 min 0 s"), (45_240, "12 h 34 min"), (1e6, "11 d 14 h"),
+     (float("inf"), "inf s")],
+)  # fmt: skip
+def test_long_times_are_told_in_two_units(time_s: float, text: str) -> None:
+    assert format_seconds(time_s) == text
 
 
 def test_bytes_and_seconds() -> None:

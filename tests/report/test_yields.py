@@ -36,6 +36,9 @@ def test_a_training_in_days_energy_and_price() -> None:
         "173 G tokens a day; 1.73 T tokens: 10.0 days, 15.4 k device-hours, "
         "9.22 k kWh of the devices, 38.4 k to pay"
     )
+    assert yields_line(step, Goal(1.728e9)).endswith(
+        ": 0.01 days, 15.4 device-hours, 9.2 kWh of the devices"
+    )
     assert yields_line(step, Goal()) == "173 G tokens a day"
 
 

@@ -6,11 +6,13 @@ import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from merakc.errors import ConfigError
 from merakc.ir.layout import parse_layout
@@ -68,6 +70,11 @@ def test_a_part_is_not_taken_for_the_whole(name: str, use: Callable[[Any], Any])
     message = rf"torch.{name} is called on a part of 'w', of which this rank holds 5 of 12"
     with pytest.raises(ConfigError, match=message):
         use(made())
+
+
+def test_safetensors_writes_no_part_for_the_whole(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the memory of a part of 'w'.*full_state_dict\(\)"):
+        save_file({"w": made()}, tmp_path / "w.safetensors")
 
 
 def test_all_elements_are_not_there() -> None:

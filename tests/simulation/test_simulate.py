@@ -269,6 +269,8 @@ def test_what_a_compute_hides_is_not_exposed() -> None:
         ("reduce a", 15.0, 17.0),
     ]  # fmt: skip
     assert [e.label for e in found.events] == ["gather 0", "0F0", "0B0", "reduce 0"]
+    waits = [("gather a", 0.0, 1.0), ("gather b", 3.0, 4.0)]  # in computes alone
+    assert [(e.label, e.start_s, e.end_s) for e in found.waits] == waits
     slower = simulate([program], replace(costs, overlap=0.0))
     assert slower.exposed_s == (11.0,)
 

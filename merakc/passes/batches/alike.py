@@ -18,6 +18,13 @@ class OtherPathError(RecordError):
     """A forward that does something else for another number of samples."""
 
 
+# Calls of torch's that are other ops for many samples, and what to give them.
+BY_SIZE = {
+    "aten._cdist_forward.default": ", as torch.cdist does where it is given no compute_mode "
+    "('use_mm_for_euclid_dist', or 'donot_use_mm_for_euclid_dist')"
+}
+
+
 def _without_results(graph: Graph) -> Graph:
     kept = tuple(o for o in graph.outputs if o.kind is not OutputKind.RESULT)
     return replace(graph, outputs=kept).pruned()
@@ -80,8 +87,8 @@ def _other_path(node: Node, samples: int, total: int) -> RecordError:
     return OtherPathError(
         f"{node.source}: for a part of {samples} samples the forward does something else than for "
         f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
-        "samples one by one, or asks for their number; compute over all samples at once, or train "
-        "with dp=1 and micro_batches=1"
+        f"samples one by one, or asks for their number{BY_SIZE.get(node.op, '')}; compute over all "
+        "samples at once, or train with dp=1 and micro_batches=1"
     )
 
 

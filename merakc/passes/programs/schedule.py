@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
 from merakc.ir.schedule import Schedule
 
@@ -43,8 +44,8 @@ def build_programs(
     """
     if schedule.ranks != mesh.pp:
         raise ConfigError(
-            f"schedule '{schedule.name}' is for {schedule.ranks} pipeline ranks, the mesh has "
-            f"{mesh.pp}; give an order for each"
+            f"schedule '{schedule.name}' is for {count_of(schedule.ranks, 'pipeline rank')}, the "
+            f"mesh has {mesh.pp}; give an order for each"
         )
     if forward_only:
         orders = [[a for a in o if a.kind is ActionKind.FORWARD] for o in schedule.orders]

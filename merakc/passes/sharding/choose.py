@@ -14,6 +14,7 @@ from merakc.costs.device import place_on, traffic_seconds
 from merakc.costs.fabric import all_gather_seconds, all_reduce_seconds
 from merakc.costs.nodes import divided_seconds
 from merakc.errors import PlanError, ShardError
+from merakc.files.printable import count_of
 from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
@@ -268,8 +269,8 @@ def _refusal(dims: Dims, tp: int) -> str:
     sizes = {f.size for f in candidates(dims, 2, LIKE_LARGE)}
     if sizes:
         return (
-            f"tp={tp}: the largest dim that can be split has {max(sizes)} parts (heads, columns "
-            f"or rows of the vocabulary); use tp={max(sizes)} or less"
+            f"tp={tp}: the largest dim that can be split has {count_of(max(sizes), 'part')} "
+            f"(heads, columns or rows of the vocabulary); use tp={max(sizes)} or less"
         )
     reasons = Counter(
         f.blocked for i in parameters for dim in dims.of[Ref(i.name)] for f in atoms(dim)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from merakc.errors import CutError
+from merakc.files.printable import count_of
 from merakc.ir.report import CutReport
 from merakc.passes.stages.interval import (
     SPEED_UNIT,
@@ -115,8 +116,9 @@ def _check_stages(dag: WeightedDag, stages: int, unit: str) -> None:
     most = max(working, 1)
     if not 1 <= stages <= most:
         raise CutError(
-            f"cannot cut the graph into {stages} pipeline stages: {working} of its {unit} take "
-            f"time, so it can give at most {most}; choose a pipeline degree from 1 to that"
+            f"cannot cut the graph into {count_of(stages, 'pipeline stage')}: {working} of its "
+            f"{unit} take time, so it can give at most {most}; choose a pipeline degree from 1 to "
+            "that"
         )
 
 

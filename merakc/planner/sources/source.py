@@ -5,6 +5,7 @@ Models are made on the meta device, without weights; batches hold zeros: only sh
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import warnings
@@ -19,10 +20,11 @@ import torch
 from torch import nn
 
 from merakc.batches.dims import check_batch_dims, parse_batch_dims
-from merakc.batches.split import call_arguments, sample_rows, with_samples
+from merakc.batches.split import batch_size_of, call_arguments, sample_rows, with_samples
 from merakc.errors import ConfigError, MerakWarning, failure
+from merakc.files.printable import count_of
 from merakc.files.reading import parse_json, read_text
-from merakc.ir.batches import BY_SIZE, BatchDims
+from merakc.ir.batches import BY_SIZE, BatchDims, BatchLayout
 from merakc.machines.garbage import few_collections
 from merakc.planner.sources.config_batches import (
     IGNORED,
@@ -96,6 +98,21 @@ class Source:
     example: Any = None
     dims: BatchDims = field(default_factory=dict)
 
+    def part(
+        self, samples: int, *, alone: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any], BatchLayout]:
+        """A dp rank's batch whose parts have so many samples, and how it lies among others.
+
+        Whatever their number, it is one of two parts: of two dp ranks, or both of one that is
+        `alone`, whose forward may go by their values: a function's are then those of its batch.
+        """
+        if not alone:
+            return *call_arguments(self.batch(samples)), BatchLayout((samples, samples), 1)
+        layout = BatchLayout((2 * samples,), 2)
+        if self.example is None:
+            return *call_arguments(self.batch(layout.own)), layout
+        return *call_arguments(_repeated(self.example, layout.own, self.dims)), layout
+
 
 @few_collections()
 def load_source(
@@ -113,12 +130,21 @@ def load_source(
     if path.is_file() and path.suffix == ".json":
         return _from_file(path, sequence, trust_remote_code)
     if ":" in text:
+        if sequence is not None:
+            raise ConfigError(
+                f"--seq {sequence}: texts are as long as in the batch that {text} gives; leave "
+                "--seq out, and let the function give others"
+            )
         return _from_function(text)
+    if Path(text).is_dir():
+        raise ConfigError(f"{text}: this folder has no config.json; give one that has, or {HINT}")
     if path.suffix == ".json":
         raise ConfigError(f"{text}: there is no such file; give a config.json, or {HINT}")
+    near = difflib.get_close_matches(text.lower(), PRESETS, 1)
+    meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise ConfigError(
-        f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with one; or "
-        f"{HINT}"
+        f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with "
+        f"one{meant}; or {HINT}"
     )
 
 
@@ -140,7 +166,11 @@ def _from_function(text: str) -> Source:
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{text}() fails: {failure(error)}; {HINT}") from error
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        what = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+        what = (
+            f"{count_of(len(made), 'value')}"
+            if isinstance(made, (tuple, list))
+            else type(made).__name__
+        )
         raise ConfigError(f"{text}() gave no model and batch, but {what}; {HINT}")
     model, batch, *more = made
     if not isinstance(model, nn.Module):
@@ -161,6 +191,17 @@ def resized(batch: Any, samples: int, dims: BatchDims = BY_SIZE) -> Any:
     args, kwargs = with_samples(
         args, kwargs, sample_rows(args, kwargs, dims),
         lambda rows, leaf: leaf.new_zeros(rows.sized(leaf.shape, samples)),
+    )  # fmt: skip
+    return kwargs or args
+
+
+def _repeated(batch: Any, samples: int, dims: BatchDims) -> Any:
+    """The batch with another number of samples, its own as often as it takes."""
+    args, kwargs = call_arguments(batch)
+    times, left = divmod(samples, size := batch_size_of(args, kwargs, dims))
+    args, kwargs = with_samples(
+        args, kwargs, sample_rows(args, kwargs, dims),
+        lambda rows, x: rows.join([*[rows.take(x, 0, size)] * times, rows.take(x, 0, left)]),
     )  # fmt: skip
     return kwargs or args
 

@@ -41,6 +41,9 @@ def schedule_picture(report: Report) -> Markup:
         parts.append(_rect("idle", LABEL_WIDTH, top, WIDTH - LABEL_WIDTH, BOX_HEIGHT))
         parts += _boxes(events, found.axis, top)
     ranks = list(found.rows)
+    for wait in found.waits:
+        if wait.rank in found.rows:
+            parts.append(_wait(wait, found.axis, ranks.index(wait.rank) * ROW_HEIGHT))
     for event in found.collectives:
         if event.rank in found.rows:
             top = ranks.index(event.rank) * ROW_HEIGHT + BOX_HEIGHT - LANE_HEIGHT
@@ -80,6 +83,13 @@ def _box(event: Event, axis: Axis, top: float, height: float, kind: str = "") ->
     times = f"{format_seconds(event.start_s)} to {format_seconds(event.end_s)}"
     title = tag("title", f"{event.label}, {times}")
     return _rect(f"k{KINDS[event.kind][1]}{kind}", left, top, right - left, height, title)
+
+
+def _wait(event: Event, axis: Axis, top: float) -> Markup:
+    """What of a compute is none, but waiting for a collective."""
+    left, right = _x(axis, event.start_s), _x(axis, event.end_s)
+    title = tag("title", f"waits for {event.label}, {format_seconds(event.end_s - event.start_s)}")
+    return _rect("idle", left, top, right - left, BOX_HEIGHT, title)
 
 
 def _rect(of: str, left: float, top: float, width: float, height: float, *inside: Markup) -> Markup:

@@ -42,13 +42,15 @@ def plot_timeline(
     *,
     title: str = "Pipeline timeline",
     collectives: Sequence[Event] = (),
+    waits: Sequence[Event] = (),
     inside: Sequence[CollectiveEvent] = (),
 ) -> None:
     """Draws a row a rank, a box an action with its micro-batch. The suffix gives the format.
 
-    Waits are left grey. Numbers are left out of boxes too narrow for them. Simulated `collectives`
-    over dp, which run beside the actions, are drawn along the lower edge of their rank's row, those
-    over tp, `inside` the actions, along the upper edge, dark where the rank stands still for them.
+    Waits are grey; those for collectives over dp, `waits`, are inside the boxes. Numbers are left
+    out of boxes too narrow for them. Simulated `collectives` over dp, which run beside the actions,
+    are drawn along the lower edge of their rank's row, those over tp, `inside` the actions, along
+    the upper edge, dark where the rank stands still for them.
     Raises `ConfigError` where there is nothing to draw.
     """
     drawn = [e for e in events if e.kind in _KINDS and e.end_s > e.start_s]
@@ -65,6 +67,12 @@ def plot_timeline(
     axes.set(title=title, xlabel=f"time ({unit})", ylabel="rank")
     axes.set_yticks(range(len(ranks)), [str(r) for r in ranks])
     for row, rank in enumerate(ranks):
+        still = [e for e in waits if e.rank == rank]
+        axes.broken_barh(
+            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in still],
+            (row - _BOX_HEIGHT / 2, _BOX_HEIGHT),
+            facecolors=_IDLE_COLOUR,
+        )
         mine = [e for e in collectives if e.rank == rank]
         axes.broken_barh(
             [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in mine],

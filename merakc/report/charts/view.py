@@ -36,11 +36,14 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The computes of each rank, and the collectives over dp that run beside them."""
+    """The computes of each rank, the collectives over dp that run beside them, and when a rank
+    stands still for those in a compute.
+    """
 
     axis: Axis
     rows: dict[int, tuple[Event, ...]]
     collectives: tuple[Event, ...]
+    waits: tuple[Event, ...] = ()
 
 
 def view(timeline: Timeline, per_rank: int, ranks: Sequence[int]) -> View:
@@ -53,7 +56,8 @@ def view(timeline: Timeline, per_rank: int, ranks: Sequence[int]) -> View:
     left_out_s = cut or timeline.left_out_s
     rows = {rank: _kept([e for e in computes if e.rank == rank], left_out_s) for rank in ranks}
     axis = Axis(moments.step_s, left_out_s)
-    return View(axis, rows, _kept(moments.collectives, left_out_s))
+    others = (_kept(own, left_out_s) for own in (moments.collectives, moments.waits))
+    return View(axis, rows, *others)
 
 
 def _is_drawn(event: Event) -> bool:

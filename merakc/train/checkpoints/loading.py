@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from merakc.errors import CheckpointError, MerakWarning
+from merakc.files.printable import count_of
 from merakc.runtime.groups import agree, from_rank_0, together
 from merakc.runtime.health.job import all_ranks, call
 from merakc.runtime.part import TensorPart, plain
@@ -272,8 +273,9 @@ def _decoded(manifest: Manifest, tensors: Tensors) -> Any:
         return extras_of_rank(every[rank], rank, own)
     if len(every) > 1:
         warnings.warn(
-            f"extra= was saved by {len(every)} ranks, each with its own, and there are {world} "
-            "now: every rank gets the list of all, and load_state_dict() is called on none",
+            f"extra= was saved by {count_of(len(every), 'rank')}, each with its own, and there are "
+            f"{world} now: every rank gets the list of all, and load_state_dict() is called on "
+            "none",
             stacklevel=3,
         )
     return extras_of(every, own)
@@ -283,7 +285,7 @@ def _check_schedulers(schedulers: list[Any], manifest: Manifest) -> None:
     saved = manifest.run["extras"][0]["scheduler"]
     if schedulers and len(schedulers) != len(saved):
         raise CheckpointError(
-            f"{len(schedulers)} schedulers are given, and {len(saved)} were saved"
+            f"{count_of(len(schedulers), 'scheduler')} are given, and {len(saved)} were saved"
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from merakc.errors import CheckpointError
+from merakc.files.printable import count_of
 from merakc.runtime.part import TensorPart, place_of, plain
 from merakc.train.checkpoints.codec import decode
 from merakc.train.checkpoints.manifest import OPTIMIZER, Manifest, stored_name
@@ -25,7 +26,7 @@ def states_for(
     records = manifest.run.get("optimizers", [])
     if optimizers and len(optimizers) != len(records):
         raise CheckpointError(
-            f"{len(optimizers)} optimizers are given, and {len(records)} were saved"
+            f"{count_of(len(optimizers), 'optimizer')} are given, and {len(records)} were saved"
         )
     keys: dict[str, list[str]] = {}
     for name in manifest.tensors:

@@ -13,6 +13,7 @@ from torch import nn
 
 from merakc.errors import CheckpointError
 from merakc.files.elements import bytes_of
+from merakc.files.printable import count_of
 from merakc.frontend.record import aliases_of
 from merakc.runtime.part import TensorPart, place_of
 from merakc.train.checkpoints.codec import encode
@@ -179,8 +180,8 @@ def joined_records(everyone: Sequence[Sequence[Any]]) -> list[Any]:
     for rank, own in enumerate(everyone):
         if len(own) != len(everyone[0]):
             raise CheckpointError(
-                f"rank {rank} gives {len(own)} optimizers, and rank 0 {len(everyone[0])}: give the "
-                "same on all ranks"
+                f"rank {rank} gives {count_of(len(own), 'optimizer')}, and rank 0 "
+                f"{len(everyone[0])}: give the same on all ranks"
             )
     for k, first in enumerate(everyone[0]):
         ranks = [own[k] for own in everyone]

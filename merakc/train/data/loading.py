@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from merakc.errors import ConfigError
+from merakc.files.printable import count_of
 from merakc.ir.layout import block_bounds
 from merakc.ir.plan import Plan
 from merakc.runtime.groups import agree
@@ -62,9 +63,9 @@ def sampler(
     rank, size = _place(model)
     if len(dataset) % size and not drop_last:
         raise ConfigError(
-            f"{len(dataset)} samples do not divide over dp={size}: some ranks would read samples "
-            "twice to have as many as others; give drop_last=True, or use merakc.dataloader, which "
-            "deals any number"
+            f"{count_of(len(dataset), 'sample')} cannot be divided over dp={size}: some ranks "
+            "would read samples twice to have as many as others; give drop_last=True, or use "
+            "merakc.dataloader, which deals any number"
         )
     return DistributedSampler(
         dataset, size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last  # type: ignore[arg-type]
@@ -155,9 +156,10 @@ class Dealt(Sampler[list[int]]):
         for count in (self.batch_size, last or self.batch_size):
             if count < self.size:
                 raise ConfigError(
-                    f"a batch of {count} samples leaves some of {self.size} data-parallel ranks "
-                    f"without one (batch_size={self.batch_size} of {self.samples} samples); give "
-                    "drop_last=True, another batch_size, or auto_parallel a smaller dp"
+                    f"a batch of {count_of(count, 'sample')} leaves some of {self.size} "
+                    f"data-parallel ranks without one (batch_size={self.batch_size} of "
+                    f"{count_of(self.samples, 'sample')}); give drop_last=True, another "
+                    "batch_size, or auto_parallel a smaller dp"
                 )
 
     def order(self) -> dict[str, Any]:

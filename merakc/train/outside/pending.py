@@ -14,7 +14,14 @@ import torch
 import torch.utils._pytree as pytree
 
 from merakc.batches.split import named_tensors, sample_rows
-from merakc.errors import ConfigError, PlanError, RecordError
+from merakc.errors import (
+    ConfigError,
+    ForwardError,
+    OtherSizeError,
+    PlanError,
+    RecordError,
+    failure,
+)
 from merakc.ir.batches import Rows
 from merakc.train.besides import Nothing
 from merakc.train.compiled_step import CompiledStep, Form
@@ -306,6 +313,13 @@ class Pending(Outputs):
         assert refused is not None
         noted = form.module.noted if isinstance(form.module, Replay) else ()
         lines = ", ".join(dict.fromkeys(each.line for each in noted[-1:]))
+        if isinstance(refused, ForwardError | OtherSizeError):  # the whole batch was computed
+            raise RecordError(
+                f"{lines}: the loss is computed outside the model, and fails for a part of the "
+                f"batch ({failure(refused.__cause__ or refused)}): where it reads samples one by "
+                "one, as out[7], compute over all of them at once, or train with dp=1 and "
+                "micro_batches=1"
+            ) from refused
         refused.add_note(f"the loss is computed outside the model, at {lines}; {REMEDY}")
         raise refused
 

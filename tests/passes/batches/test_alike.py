@@ -56,6 +56,16 @@ def test_another_path_is_refused(name: str) -> None:
     check_alike(part, graph(PATHS[name], 3), 3, 8)
 
 
+def test_a_call_that_goes_by_the_number_of_rows_is_told_with_its_remedy() -> None:
+    def distances(s: Small, x: Tensor) -> Tensor:
+        return torch.cdist(*(s.layer(x).flatten(1),) * 2).sum()
+
+    with pytest.raises(
+        RecordError, match=r"as torch\.cdist does where it is given no compute_mode"
+    ):
+        check_alike(graph(distances, 20), graph(distances, 40), 20, 40)
+
+
 def test_numbers_and_sizes_may_differ() -> None:
     def call(s: Small, x: Tensor) -> Tensor:
         return (s.layer(x) / len(x)).reshape(len(x), -1).sum() + x.shape[0] ** -0.5

@@ -74,6 +74,8 @@ def test_functions() -> None:
     ("text", "problem"),
     [
         ("llama-9", "'llama-9' is no preset .*llama-3-8b.* no config.json"),
+        ("Llama-3-8", r"no config.json and no folder with one \(did you mean 'llama-3-8b'\?\); or"),
+        ("tests", "tests: this folder has no config.json; give one that has"),
         ("no.such:thing", "No module named 'no'"),
         ("tests.small_source:missing", "has no function 'missing'"),
         ("tests.small_source:", "names no function"),
@@ -92,6 +94,11 @@ def test_functions() -> None:
 def test_what_is_no_source(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_source(text)
+
+
+def test_lengths_of_texts_are_those_of_a_functions_batch() -> None:
+    with pytest.raises(ConfigError, match="--seq 8: texts are as long as in the batch"):
+        load_source("tests.small_source:small", 8)
 
 
 def test_a_function_says_where_samples_stand() -> None:

@@ -83,6 +83,17 @@ def test_collectives_lie_along_the_rows(tmp_path: Path) -> None:
     assert "gather" not in _texts(tmp_path / "plain.svg")
 
 
+def test_waits_for_collectives_are_no_computing(tmp_path: Path) -> None:
+    events = [Event(0, "0F0", ActionKind.FORWARD, 0.0, 1.0)]
+    waits = [Event(0, "gather 0:0", ActionKind.GATHER, 0.0, 0.75)]
+    blue = {}
+    for name, given in (("busy", []), ("waiting", waits)):
+        plot_timeline(path := tmp_path / f"{name}.png", events, waits=given)
+        pixels = (imread(path)[..., :3] * 255).round().astype(int)
+        blue[name] = int((pixels == (0x56, 0xB4, 0xE9)).all(-1).sum())
+    assert 0.2 < blue["waiting"] / blue["busy"] < 0.35
+
+
 def test_collectives_of_computes_lie_along_the_upper_edge(tmp_path: Path) -> None:
     events = [Event(0, "0F0", ActionKind.FORWARD, 0.0, 1.0)]
     inside = [CollectiveEvent(0, "all_reduce", "tp", 8, 0.1, 0.1, 0.9, 0.5, 0.9)]

@@ -108,7 +108,7 @@ def test_a_run_is_that_of_one_process_and_ranks_that_part_are_told(layout: dict[
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-10, atol=1e-12)
     if "dp" in layout:
         assert sorted(found[0].own + found[1].own) == [*range(22)]
-        assert "23 samples do not divide over dp=2" in found[0].said[0]
+        assert "23 samples cannot be divided over dp=2" in found[0].said[0]
         assert "batches of [1, 0] samples" in found[0].said[1]
         assert "the ranks differ in the data loader's epoch" in found[0].said[2]
 
@@ -176,7 +176,7 @@ def loaded(other: Loader) -> list[Loader]:
 
 def test_what_would_leave_ranks_without_samples_is_refused() -> None:
     batches = Dealt(SAMPLES, 0, 2, batch_size=11)
-    with pytest.raises(ConfigError, match=r"a batch of 1 samples .* drop_last=True"):
+    with pytest.raises(ConfigError, match=r"a batch of 1 sample .* drop_last=True"):
         batches.check()
     batches.drop_last = True
     batches.check()

@@ -14,7 +14,7 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import ConfigError, MerakWarning, RecordError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.model import ParallelModel
 from tests.battery.small_models import Tensors, Words, assert_close, build, warm_up, words
@@ -303,6 +303,14 @@ def test_what_is_written_by_data_counts() -> None:
     for told in run_ranks(2, partial(written, lambda weight: weight.data.view(-1).add_(1.0))):
         assert "were changed between the call" in told
     assert run_ranks(2, partial(written, lambda weight: weight.data.norm().item())) == ["", ""]
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_a_loss_of_so_many_rows_is_refused_with_its_line() -> None:
+    logits = normed(dp=1, micro_batches=2)(X)
+    loss = torch.stack([logits[k].square().sum() for k in range(len(X))]).sum()
+    with pytest.raises(RecordError, match=r"test_pending\.py:\d+: the loss .* as out\[7\]"):
+        loss.backward()
 
 
 def on_two(**options: Any) -> str:
