@@ -20,6 +20,7 @@ from merakc.frontend.python.plain_tensors import call_reason, layout_reason
 from merakc.frontend.python.views import View, Views
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
+from merakc.frontend.values.absent import Absent
 from merakc.frontend.values.reads import Reader
 from merakc.frontend.values.results import PLAIN, find_loss
 from merakc.frontend.values.structures import open_dataclasses
@@ -109,10 +110,11 @@ class GraphBuilder:
             )
         names: list[Any] = []
         for path, leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
-                names.append(leaf if isinstance(leaf, PLAIN) else None)
-                continue
             name = pytree.keystr(path).strip("[]'.") or "output"
+            if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
+                is_plain = isinstance(leaf, PLAIN)
+                names.append(leaf if is_plain else Absent(name, type(leaf).__name__))
+                continue
             if not isinstance(leaf, torch.Tensor):
                 self.numbers.add(name)
                 self.outputs.append(Output(name, OutputKind.RESULT, self._tensor_of(leaf)))

@@ -29,7 +29,7 @@ from merakc.train.expectations.bookkeeping import Bookkeeper
 from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, names_of
-from merakc.train.outside.caches import cache_in
+from merakc.train.outside.caches import asked_for, cache_in
 from merakc.train.outside.called import Called
 from merakc.train.outside.deferred import of_evaluation, values_in
 from merakc.train.outside.forwards import Forwards
@@ -222,6 +222,7 @@ class ParallelModel(Forwards):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        kwargs = kwargs if train else asked_for(self, kwargs)
         if not train and cache_in(kwargs) is not None:
             return self._predicted(args, kwargs)
         given, (args, kwargs) = (args, kwargs), self._given(args, kwargs)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
+from merakc.frontend.values.absent import Absent
 from merakc.frontend.values.outside import WithLoss
 
 CACHE, TENSORS = "past_key_values", "cached"
@@ -94,9 +95,21 @@ def with_cache(model: nn.Module, cache: Any, kwargs: Mapping[str, Any], run: Run
     outputs, new = run({**rest, TENSORS: tensors}, module, module.mark)
     for number, states in new.items():
         cache.layers[int(number)].update(*states)
-    if isinstance(outputs, dict) and getattr(outputs, CACHE, cache) is None:
+    if isinstance(outputs, dict) and isinstance(outputs.get(CACHE), Absent):
         outputs[CACHE] = cache
     return outputs
+
+
+def asked_for(model: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments with the cache that its forward would make, where it is to use one."""
+    is_asked = kwargs.get("use_cache") is True and kwargs.get(CACHE) is None
+    makes = getattr(model, "_supports_default_dynamic_cache", None)
+    if not (is_asked and makes is not None and makes()) or model.config.is_encoder_decoder:
+        return dict(kwargs)
+    from transformers.cache_utils import DynamicCache
+
+    given = {**kwargs, CACHE: DynamicCache(config=model.config.get_text_config(decoder=True))}
+    return dict(kwargs) if cache_in(given) is None else given
 
 
 def give_room(model: Any, config: Any, kwargs: dict[str, Any], mode: str, longest: int) -> None:

@@ -20,7 +20,7 @@ from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
-from merakc.train.outside.caches import TENSORS, cache_in, give_room, with_cache
+from merakc.train.outside.caches import TENSORS, asked_for, cache_in, give_room, with_cache
 from merakc.train.outside.deferred import values_in
 from merakc.train.outside.results import share_results
 
@@ -71,14 +71,16 @@ class Forwards(Mirror):
         """Everything that the model's forward returns, whole, on every rank of this dp replica.
 
         Tensors with a batch dim are joined over the micro-batches; the loss is that of the whole
-        batch. Nothing is differentiated. Values that are no tensors and no plain data are None, but
-        for a cache of keys and values that is given: it gets the new ones.
+        batch. Nothing is differentiated. Values that are no tensors and no plain data are errors if
+        they are used, but for a cache of keys and values that is given, or asked for by
+        `use_cache=True`: it gets the new ones.
         """
         check_around("the model")
         self._own("_memory").settle()
         steps = self._own("_steps")
         args, kwargs = values_in((args, kwargs))
         args, kwargs = self._own("_lent").filled("model.predict(...)", args, kwargs)
+        kwargs = asked_for(self, kwargs)
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
             return self._predicted(args, kwargs)
 

@@ -110,6 +110,24 @@ def test_on_ranks(make: Any, layout: dict[str, int], samples: int) -> None:
         same(ours, plain)
 
 
+def test_a_cache_that_a_call_asks_for_is_given() -> None:
+    """None would be taken for no past by the next call."""
+    logits = []
+    for model in (parallel(llama), build(llama).eval()):
+        past, new, own = None, prompts()["input_ids"], []
+        with torch.no_grad():
+            for _ in range(3):
+                out = model(input_ids=new, past_key_values=past, use_cache=True)
+                past, new = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                own.append(out.logits)
+        logits.append(torch.cat(own, 1))
+    torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-12)
+    out = parallel(llama)(input_ids=new)
+    assert out.past_key_values is not None
+    with pytest.raises(ConfigError, match="output 'past_key_values' is a DynamicCache"):
+        parallel(llama)(input_ids=new, past_key_values=out.past_key_values)
+
+
 def test_a_step_is_compiled_once_for_all_tokens() -> None:
     model = parallel(llama)
     generated(model, prompts())
