@@ -39,7 +39,7 @@ from merakc.planner.candidates import (
 from merakc.planner.choose import state_precision
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.pricing import Shortage, outlook_of, price
+from merakc.planner.pricing import Shortage, job_of, outlook_of, price
 from merakc.planner.request import Request
 from merakc.planner.search import cut_layout, improve, with_memory
 from merakc.planner.sources.source import Source
@@ -99,7 +99,8 @@ def against_all(
     precision = state_precision(record, request)
     best_s, count = math.inf, 0
     for strategy in open_strategies(Candidates(table), request, hardware):
-        looked = outlook_of(table, strategy, request, hardware, precision)
+        job = job_of(table, strategy, hardware, precision)
+        looked = outlook_of(job, request, hardware)
         priced = price(looked, request, hardware)
         if isinstance(priced, Shortage):
             continue

@@ -108,10 +108,15 @@ def state_cost(
         count: collective_seconds(count, shards, group, precision)
         for count in {layer.parameters for layer in layers}
     }
-    seconds = [known[layer.parameters] for layer in layers]
-    gather_s = [own[CollectiveKind.GATHER] for own in seconds]
+    gather_s, refresh_s, scatter_s, reduce_s = (
+        [known[layer.parameters][kind] for layer in layers]
+        for kind in (
+            CollectiveKind.GATHER, CollectiveKind.REFRESH, CollectiveKind.SCATTER,
+            CollectiveKind.REDUCE,
+        )
+    )  # fmt: skip
     # Collectives run one after the other: each has ended once so many seconds of them have.
-    ends = list(accumulate(own[CollectiveKind.REFRESH] for own in seconds))
+    ends = list(accumulate(refresh_s))
     posted_s, done_s, exposed_s, computed_s = ends[-1], 0.0, 0.0, 0.0
     if gather_s[0]:
         ends[0] = posted_s = posted_s + gather_s[0]
@@ -131,8 +136,7 @@ def state_cost(
         computed_s += compute_s
         done_s = min(posted_s, done_s + group.overlap * compute_s)
         if is_backward:
-            is_last = j == micro_batches - 1
-            posted_s += seconds[k][CollectiveKind.REDUCE if is_last else CollectiveKind.SCATTER]
+            posted_s += (reduce_s if j == micro_batches - 1 else scatter_s)[k]
     exposed_s += posted_s - done_s
     state = 2 * precision.optimizer_bytes * -(-parameters // shards.optimizer)
     step_s = computed_s + exposed_s + state / optimizer_bytes_per_s

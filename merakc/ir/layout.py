@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -83,6 +84,12 @@ class Layout:
         """The full dim's indices that rank `rank` holds: int64 `[local size]`."""
         return _index(self.dims[dim], tp, rank)
 
+    def order(self, dim: int, tp: int) -> tuple[tuple[int, ...], torch.Tensor | None]:
+        """How many of the full dim's indices each rank holds, and these one rank behind the other;
+        None where that is their own order.
+        """
+        return _order(self.dims[dim], tp)
+
     def take(self, full: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
         """Rank `rank`'s part of a full tensor, a copy of its own."""
         part = full
@@ -149,6 +156,15 @@ def _index(dim: tuple[DimFactor, ...], tp: int, rank: int) -> torch.Tensor:
     for factor in dim:
         found = (found[:, None] * factor.size + factor.index(tp, rank)[None]).reshape(-1)
     return found
+
+
+# The same few dims are moved in every layer of a model.
+@lru_cache(maxsize=64)
+def _order(dim: tuple[DimFactor, ...], tp: int) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    index = [_index(dim, tp, rank) for rank in range(tp)]
+    order = torch.cat(index)
+    is_own = torch.equal(order, torch.arange(len(order)))
+    return tuple(map(len, index)), None if is_own else order
 
 
 def block_bounds(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 # New objects between two searches for garbage; Python's own is 700. Imports and a compiler keep
 # most of what they make, and to walk through it all again and again takes a quarter of their time.
-NEW_OBJECTS = 200_000
+NEW_OBJECTS = 1_000_000
 
 
 class _Seen:

@@ -19,8 +19,18 @@ from merakc.ir.state import stages_given
 from merakc.ir.strategy import Form, Strategy
 from merakc.machines.cluster import Hardware
 from merakc.planner.forms import open_forms
+from merakc.planner.job import Job
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.pricing import Bounds, Candidate, Outlook, Shortage, outlook_of, price
+from merakc.planner.pricing import (
+    Bounds,
+    Candidate,
+    Outlook,
+    Shortage,
+    job_of,
+    least_in_full_s,
+    outlook_of,
+    price,
+)
 from merakc.planner.request import Request
 from merakc.schedules.registry import KNOWN
 
@@ -73,22 +83,28 @@ class Candidates:
 @dataclass
 class _Left:
     """Groups of strategies that are left to be looked at, each by the least seconds a sample that
-    it may take; and the outlook of its first strategy, where there is one.
+    it may take; and what is known of its first strategy: nothing, its stages, or its outlook.
     """
 
-    heap: list[tuple[float, int, list[Strategy], Outlook | None]] = field(default_factory=list)
+    heap: list[tuple[float, int, list[Strategy], Job | Outlook | None]] = field(
+        default_factory=list
+    )
     count: int = 0
 
-    def add(self, least_s: float, group: list[Strategy], outlook: Outlook | None = None) -> None:
+    def add(
+        self, least_s: float, group: list[Strategy], known: Job | Outlook | None = None
+    ) -> None:
         """One more. Of those that are alike the earlier comes first."""
-        heapq.heappush(self.heap, (least_s, self.count, group, outlook))
+        heapq.heappush(self.heap, (least_s, self.count, group, known))
         self.count += 1
 
-    def below(self, most_s: Callable[[], float]) -> Iterator[tuple[list[Strategy], Outlook | None]]:
+    def below(
+        self, most_s: Callable[[], float]
+    ) -> Iterator[tuple[list[Strategy], Job | Outlook | None]]:
         """What is left, the least first, while it may be below."""
         while self.heap and self.heap[0][0] <= most_s():
-            _, _, group, outlook = heapq.heappop(self.heap)
-            yield group, outlook
+            _, _, group, known = heapq.heappop(self.heap)
+            yield group, known
 
 
 def find_candidates(
@@ -123,23 +139,27 @@ def find_candidates(
     bounds, left = Bounds(table, hardware), _Left()
     for group in groups.values():
         left.add(min(map(bounds.of, group)) / CLOSE, group)
-    for group, outlook in left.below(lambda: result.best_s):
+    for group, known in left.below(lambda: result.best_s):
         (strategy, *others), priced = group, None
-        if outlook is None:
-            outlook = outlook_of(table, strategy, request, hardware, precision)
+        if known is None:  # its stages tell whether it is worth an outlook
+            job = job_of(table, strategy, hardware, precision)
+            left.add(min([least_in_full_s(job), *map(bounds.of, others)]), group, job)
+            continue
+        if isinstance(known, Job):
+            outlook = outlook_of(known, request, hardware)
             least = [outlook.in_full_s, *(least_s(other, outlook) for other in others)]
             left.add(min(least), group, outlook)
             continue
-        if outlook.in_full_s <= result.best_s:
-            priced = price(outlook, request, hardware)
+        if known.in_full_s <= result.best_s:
+            priced = price(known, request, hardware)
             result.add(strategy, priced)
         if not isinstance(priced, Shortage):
             for other in others:
-                left.add(least_s(other, priced or outlook), [other])
+                left.add(least_s(other, priced or known), [other])
     for one in result.ranked[:RUNNERS_UP]:  # with the other axis inside
         if min(one.strategy.dp, one.strategy.pp) > 1 and not hardware.is_mixed:
             turned = replace(one.strategy, inner="dp")
-            outlook = outlook_of(table, turned, request, hardware, precision)
+            outlook = outlook_of(job_of(table, turned, hardware, precision), request, hardware)
             result.add(turned, price(outlook, request, hardware))
 
 

@@ -6,6 +6,7 @@ only their costs come from pieces in place of the stages' own graphs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -131,6 +132,13 @@ def least_seconds(job: Job, shards: StateShards | None = None) -> float:
         costs = [replace(cost, static_bytes=0) for cost in costs]
     pipeline = make_pipeline(job.rank_of, costs, job.strategy.micro_batches, _links(job))
     return lower_bound_s(pipeline, job.memory_bytes)
+
+
+def shortest_seconds(job: Job) -> float:
+    """The same where no memory is short."""
+    costs = job.stages(UNSHARDED)
+    pipeline = make_pipeline(job.rank_of, costs, job.strategy.micro_batches, _links(job))
+    return lower_bound_s(pipeline, [math.inf] * job.strategy.pp)
 
 
 def _links(job: Job) -> list[float]:

@@ -128,25 +128,33 @@ class Job:
         return self._priced(stagewise=False)
 
     def _priced(self, *, stagewise: bool) -> list[StageCost]:
-        return [
-            cost
-            for part, rank in zip(self.parts, self.rank_of, strict=True)
-            for cost in stage_costs(
-                self.pieces, self.costs[rank], [part], self.places[rank],
-                precision=self.framework.precision, stagewise=stagewise,
-                gradients=self.framework.stagewise,
-            )
-        ]  # fmt: skip
+        """Stages of the same pieces, behind the same one, are one value many times."""
+        known: dict[tuple[int, ...], StageCost] = {}
+        found = []
+        for part, rank in zip(self.parts, self.rank_of, strict=True):
+            before = id(self.pieces[part[0] - 1]) if part[0] else 0
+            key = id(self.places[rank]), before, *(id(self.pieces[k]) for k in part)
+            if key not in known:
+                (known[key],) = stage_costs(
+                    self.pieces, self.costs[rank], [part], self.places[rank],
+                    precision=self.framework.precision, stagewise=stagewise,
+                    gradients=self.framework.stagewise,
+                )  # fmt: skip
+            found.append(known[key])
+        return found
 
     def stages(self, shards: StateShards, *, by_block: bool = False) -> list[StageCost]:
         """The costs of the stages, of which only the bytes of their state depend on the shards;
-        `by_block` of such as make blocks again from what enters each.
+        `by_block` of such as make blocks again from what enters each. Equal ones are one value.
         """
         costs = self._by_block if by_block else self._stages
-        return [
-            replace(cost, static_bytes=state_bytes(count, shards, self.framework.precision))
-            for cost, count in zip(costs, self.stage_parameters, strict=True)
-        ]
+        counts = {id(c): n for c, n in zip(costs, self.stage_parameters, strict=True)}
+        precision = self.framework.precision
+        made = {
+            key: replace(cost, static_bytes=state_bytes(counts[key], shards, precision))
+            for key, cost in {id(c): c for c in costs}.items()
+        }
+        return [made[id(cost)] for cost in costs]
 
     def state_bytes(self, shards: StateShards) -> list[int]:
         """What each pipeline rank holds between two steps."""

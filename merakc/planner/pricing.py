@@ -20,7 +20,13 @@ from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, UNSHARDED, StateShards, coarse_lattice, parse_shards
 from merakc.ir.strategy import Form, Strategy
 from merakc.machines.cluster import Device, Hardware
-from merakc.planner.estimate import Estimate, estimate_job, least_seconds, state_seconds
+from merakc.planner.estimate import (
+    Estimate,
+    estimate_job,
+    least_seconds,
+    shortest_seconds,
+    state_seconds,
+)
 from merakc.planner.host_estimate import host_for, priced
 from merakc.planner.job import Framework, Job, make_job
 from merakc.planner.piece_table import PieceTable
@@ -156,15 +162,16 @@ class Outlook:
         return least_s / FAR / self.strategy.total_batch_size
 
 
-def outlook_of(
-    table: PieceTable,
-    strategy: Strategy,
-    request: Request,
-    hardware: Hardware,
-    precision: Precision,
-) -> Outlook:
+def least_in_full_s(job: Job) -> float:
+    """What `Outlook.in_full_s` is at the least: no memory is short, and no state waited for."""
+    if job.sharing is not None:  # of what ranks share orders of work say less
+        return 0.0
+    return shortest_seconds(job) / FAR / job.strategy.total_batch_size
+
+
+def outlook_of(job: Job, request: Request, hardware: Hardware) -> Outlook:
     """The strategy with its state sharded as is waited for least, in buckets as large as pays."""
-    job = job_of(table, strategy, hardware, precision)
+    strategy = job.strategy
     run = estimate_job(job, UNSHARDED, "none", (0.0, 0.0))
     ways, leanest = state_choices(request, job, hardware), None
     if host_for(request.offload, hardware) is None:

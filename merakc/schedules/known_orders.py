@@ -13,6 +13,7 @@ from merakc.ir.costs import StageCost
 from merakc.ir.program import COMPUTES
 from merakc.ir.strategy import Strategy
 from merakc.schedules.registry import make_orders, stage_ranks
+from merakc.schedules.timing import effects_of
 from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, Work
 
 Integers = npt.NDArray[np.int64]
@@ -54,21 +55,31 @@ class KnownOrders:
                 found[stage] = int(np.cumsum(steps[own] - ends[own]).max(initial=0))
         return tuple(found)
 
+    @cached_property
+    def _flat(self) -> tuple[Integers, Integers, Integers]:
+        """The works of all ranks, one rank behind the other: their stages, and which of the effects
+        of these they have; and how many each rank has.
+        """
+        kinds, units = np.concatenate(self.kinds), np.concatenate(self.units)
+        stages = units // self.micro_batches
+        is_short = (kinds == FORWARD) & self._among(self.again)[stages]
+        counts = np.array([len(own) for own in self.kinds])
+        return stages, np.where(is_short, CHECKPOINT, kinds), counts
+
     def peak_bytes(self, costs: Sequence[StageCost]) -> tuple[int, ...]:
         """The most bytes that each rank holds, as `merakc.schedules.timing.peak_bytes` has them."""
-        sizes = [[[min(n, MOST_BYTES) for n in own[1:]] for own in c.effects] for c in costs]
-        tables = np.array(sizes, dtype=np.int64)
-        recomputed, found = self._among(self.again), []
-        for rank, (kinds, units) in enumerate(zip(self.kinds, self.units, strict=True)):
-            own_stages = (c for c, r in zip(costs, self.rank_of, strict=True) if r == rank)
-            static = sum(cost.static_bytes for cost in own_stages)
-            stages = units // self.micro_batches
-            is_short = (kinds == FORWARD) & recomputed[stages]
-            own, kept = tables[stages, np.where(is_short, CHECKPOINT, kinds)].T
-            live = np.cumsum(kept)
-            highest = (live - kept + own).max(initial=0), live.max(initial=0)
-            found.append(static + int(max(highest)))
-        return tuple(found)
+        sizes = [[[min(n, MOST_BYTES) for n in own[1:]] for own in e] for e in effects_of(costs)]
+        stages, effects, counts = self._flat
+        starts = np.cumsum(counts) - counts
+        own, kept = np.array(sizes, dtype=np.int64)[stages, effects].T
+        # Of all ranks together that may be beyond such numbers, which the difference is not.
+        live = np.cumsum(kept)
+        live -= np.repeat((live - kept)[starts], counts)
+        highest = np.maximum.reduceat(np.maximum(live - kept + own, live), starts)
+        static = [0] * len(self.kinds)
+        for cost, rank in zip(costs, self.rank_of, strict=True):
+            static[rank] += cost.static_bytes
+        return tuple(held + max(int(n), 0) for held, n in zip(static, highest, strict=True))
 
     def recomputing(self, again: tuple[int, ...]) -> KnownOrders:
         """The orders with a recomputation of these stages in front of their backwards."""

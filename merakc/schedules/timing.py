@@ -57,12 +57,18 @@ class Pipeline:
     @cached_property
     def effects(self) -> list[tuple[Effect, ...]]:
         """What the computes of each stage do."""
-        return [cost.effects for cost in self.costs]
+        return effects_of(self.costs)
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
         """Of each kind of work, by stage."""
         return tuple(tuple(own[k].seconds for own in self.effects) for k in range(len(COMPUTES)))
+
+
+def effects_of(costs: Sequence[StageCost]) -> list[tuple[Effect, ...]]:
+    """What the computes of each stage do; of costs that are one value many times, told once."""
+    known = {key: cost.effects for key, cost in {id(cost): cost for cost in costs}.items()}
+    return [known[id(cost)] for cost in costs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,17 @@ def test_segments_are_split_each_on_its_own(tp: int) -> None:
         assert SEGMENTS.index(0, 2, 1).tolist() == [4, 5, 6, 7, 11, 12, 13, 15]
 
 
+@given(LAYOUTS, TP)
+def test_order_is_that_of_the_ranks_parts_one_behind_the_other(layout: Layout, tp: int) -> None:
+    for dim in range(len(layout.dims)):
+        sizes, order = layout.order(dim, tp)
+        found = [layout.index(dim, tp, rank).tolist() for rank in range(tp)]
+        assert list(sizes) == list(map(len, found))
+        flat = [k for own in found for k in own]
+        assert (order is None) == (flat == [*range(len(flat))])
+        assert order is None or order.tolist() == flat
+
+
 def test_segments_survive_their_text() -> None:
     for text in ("(4*·2+2*·3+2*) x 3", "2·(3*+(2*·5+1)·2)·4", "(1+2)"):
         assert str(parse_layout(text)) == text

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from merakc.costs.stages import stage_costs
 from merakc.costs.state import MIXED
 from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
@@ -30,3 +33,19 @@ def test_every_piece_is_on_one_stage(pp: int, chunks: int, schedule: str, stagew
     assert held == job.rank_parameters[0] * (
         MIXED.parameter_bytes + MIXED.gradient_bytes + MIXED.optimizer_bytes
     )
+
+
+def test_stages_that_are_alike_are_one_value_and_cost_what_each_does() -> None:
+    job = make_job(PIECES, Strategy(pp=4, micro_batches=8), HARDWARE, Framework(stagewise=True))
+    job = replace(job, parts=[[0, 1, 2], [3], [4], [*range(5, len(PIECES))]])
+    shards = StateShards(1, 1, 1)
+    for by_block in (False, True):
+        found = job.stages(shards, by_block=by_block)
+        pairs = zip(found, job.parts, job.rank_of, strict=True)
+        for cost, part, rank in pairs:
+            (alone,) = stage_costs(
+                job.pieces, job.costs[rank], [part], job.places[rank],
+                stagewise=not by_block, gradients=True,
+            )  # fmt: skip
+            assert cost == replace(alone, static_bytes=cost.static_bytes)
+        assert found[1] is found[2]

@@ -8,7 +8,15 @@ from merakc.costs.state import MIXED
 from merakc.machines.cluster import Hardware
 from merakc.planner import candidates
 from merakc.planner.candidates import Candidates, open_strategies
-from merakc.planner.pricing import Bounds, Shortage, holds, outlook_of, price
+from merakc.planner.pricing import (
+    Bounds,
+    Shortage,
+    holds,
+    job_of,
+    least_in_full_s,
+    outlook_of,
+    price,
+)
 from merakc.planner.request import Request
 from tests.planner.test_candidates import BATCH, HARDWARE, TABLE, find, mixed, with_memory
 
@@ -20,7 +28,8 @@ def test_nothing_is_below_its_outlook(memory_bytes: int) -> None:
     request, hardware = Request(8, 0, total_batch_size=BATCH), with_memory(memory_bytes)
     priced = again = in_order = 0
     for strategy in open_strategies(Candidates(TABLE), request, hardware):
-        outlook = outlook_of(TABLE, strategy, request, hardware, MIXED)
+        outlook = outlook_of(job_of(TABLE, strategy, hardware, MIXED), request, hardware)
+        assert SAME * least_in_full_s(outlook.job) <= outlook.in_full_s
         found = price(outlook, request, hardware)
         if isinstance(found, Shortage):
             continue
@@ -38,10 +47,10 @@ def test_nothing_is_below_its_outlook(memory_bytes: int) -> None:
 def test_shards_that_no_rank_has_room_for_are_not_looked_at() -> None:
     request = Request(8, 0, total_batch_size=BATCH, dp=8, tp=1, pp=1)
     strategy, *_ = open_strategies(Candidates(TABLE), request, HARDWARE)
-    roomy = outlook_of(TABLE, strategy, request, HARDWARE, MIXED)
+    roomy = outlook_of(job_of(TABLE, strategy, HARDWARE, MIXED), request, HARDWARE)
     (least, *_, most) = sorted(max(roomy.job.state_bytes(one)) for one in roomy.waits)
     tight = with_memory((least + most) // 2)
-    found = outlook_of(TABLE, strategy, request, tight, MIXED)
+    found = outlook_of(job_of(TABLE, strategy, tight, MIXED), request, tight)
     assert 0 < len(found.waits) < len(roomy.waits)
     assert all(holds(found.job, one) for one in found.waits)
 

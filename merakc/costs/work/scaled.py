@@ -32,13 +32,15 @@ def scaled(pieces: Sequence[Sequence[Piece]], samples: int) -> tuple[Piece, ...]
     known: dict[object, Piece] = {}
     found = []
     for one, other in zip(fewer, more, strict=True):
-        key = _kind(one), _kind(other)
-        own = known.get(key) if one.path else None
+        ids = id(one), id(other)  # equal blocks are mostly one value already
+        own = known.get(ids) if one.path else None
         if own is None:
-            own = _piece(one, other, steps)
+            key = _kind(one), _kind(other)
+            own = known.get(key) if one.path else None
+            own = own or _piece(one, other, steps)
             if own is None:
                 return None
-            known[key] = own
+            known[ids] = known[key] = own
         found.append(own)
     return tuple(found)
 

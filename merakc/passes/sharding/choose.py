@@ -220,11 +220,11 @@ def choose(dims: Dims, tp: int, cluster: Cluster) -> set[Factor]:
         return set()
     chosen: set[Factor] = set()
     for prices in (cluster, LIKE_LARGE, AT_ANY_PRICE):
+        if prices is AT_ANY_PRICE and chosen:
+            break
         found = candidates(dims, tp, prices)
         if not found:
             raise ShardError(_refusal(dims, tp))
-        if prices is AT_ANY_PRICE and chosen:
-            break
         free = [c for c in found.values() if c.factor not in chosen and not c.rivals & chosen]
         gains_s = {c.factor: c.gain_s(tp) for c in free}
         chosen |= _packed([c for c in free if gains_s[c.factor] > 0], gains_s)

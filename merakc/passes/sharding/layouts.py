@@ -151,16 +151,14 @@ class Sharding:
         self, node: Node, specs: Mapping[Ref, TensorSpec], rank: int
     ) -> dict[Ref, TensorSpec]:
         part = next((s for s in self.sequences if node.name in s.nodes), None)
-        layouts = self.layouts if part is None else {**self.layouts, **part.layouts}
+        within = {} if part is None else part.layouts
         whole = {r for r in node.refs if part is not None and (node.name, r) in part.whole}
         outs = (Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)
-        return {
-            ref: TensorSpec(
-                (self.layouts if ref in whole else layouts)[ref].local_shape(self.tp, rank),
-                specs[ref].dtype,
-            )
-            for ref in (*node.refs, *outs)
-        }
+        found = {}
+        for ref in (*node.refs, *outs):
+            lay = within[ref] if ref in within and ref not in whole else self.layouts[ref]
+            found[ref] = TensorSpec(lay.local_shape(self.tp, rank), specs[ref].dtype)
+        return found
 
     def told(self) -> str:
         """All of it, in the same words wherever it is the same."""

@@ -279,23 +279,19 @@ class SpmdPartitioner(ExpertWriter):
         self, ref: Ref, spec: TensorSpec, op: str, lay: Layout, dim: int
     ) -> tuple[Ref, TensorSpec]:
         """A gather of one dim in the full tensor's order, or a scatter of it from there."""
-        tp = self.whole.tp
-        index = [lay.index(dim, tp, r) for r in range(tp)]
-        sizes = tuple(len(i) for i in index)
-        order = torch.cat(index)
-        in_order = torch.equal(order, torch.arange(len(order)))
+        sizes, order = lay.order(dim, self.whole.tp)
         name = self.named(ref, f"{op}{dim}")
         while name in self.made:  # scattered for several sequences
             name += "+"
         self.made.add(name)
-        if not in_order and op in SCATTERS:
+        if order is not None and op in SCATTERS:
             ref = self.pick(ref, spec, dim, f"{name}.ordered", order)
         shape = list(spec.shape)
         shape[dim] = sizes[self.rank] if op in SCATTERS else sum(sizes)
         spec = TensorSpec(tuple(shape), spec.dtype)
         args = (ref, self.axis, dim, sizes, self.rank)
         self.nodes.append(Node(name, f"merakc.{op}.default", args, (), (spec,)))
-        if in_order or op in SCATTERS:
+        if order is None or op in SCATTERS:
             return Ref(name), spec
         return self.pick(Ref(name), spec, dim, f"{name}.ordered", order.argsort()), spec
 
