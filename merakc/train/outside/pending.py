@@ -192,12 +192,16 @@ class Pending(Outputs):
         alive = [p for p in self.tape.shown if p != root and (
             (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
             or self._is_wanted(p))]  # fmt: skip
+        self._take_with(root, alive)
+        steps.roots.add(mark_of(self.tape.behind([root]), root))
+
+    def _take_with(self, root: int, alive: Sequence[int]) -> None:
+        """Takes it, and keeps what is still held, or else the outputs that this is made of."""
         try:
             self._take_for(root, sorted(alive))
         except (RecordError, PlanError):  # they are made of the outputs, then, when they are read
             first = {p for noted in self.tape.behind(alive) for p in noted.reads()}
             self._take_for(root, sorted(p for p in {*alive, *first} if self._output_at(p)))
-        steps.roots.add(mark_of(self.tape.behind([root]), root))
 
     def _take_more(self, root: int) -> None:
         """Takes one more step, for another loss of the same call."""
@@ -208,7 +212,9 @@ class Pending(Outputs):
                 "a loss is made of outputs of a call of which a step is taken already, and whose "
                 f"forward writes buffers, which it would do once more; {REMEDY}"
             )
-        self._take_for(root, [])
+        behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
+        numbers = [p for p in self.tape.shown if p in behind and self.tape.forms[p].numel() == 1]
+        self._take_with(root, [p for p in numbers if p in self.tape.makers])
         if not self.steps.takes_more and self.steps.groups.rank == 0:
             warn_of_more()
         self.steps.takes_more = True

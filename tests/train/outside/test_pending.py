@@ -409,8 +409,8 @@ def with_terms(options: dict[str, Any], more: float) -> tuple[list[float], Tenso
         out = model(**batch)
         loss = out["loss"]
         loss = loss if more else loss / 2 + 0.3 * added(out["logits"], out["z"])
-        loss.backward()
-        losses.append(loss.item())
+        (loss * 1).backward()  # as accelerate does, which divides it
+        losses.append(loss.detach().item())
         optimizer.step()
         optimizer.zero_grad()
     return losses, model.full_state_dict()
