@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from merakc.kernels.collectives import Pending, _issue, axis_group
+from merakc.kernels.collectives import Pending
+from merakc.kernels.exchange import start_all_to_all
 
 _ALIGNMENT_BYTES = 16  # of rows, which torch's kernel loads in vectors of that length
 
@@ -143,7 +143,7 @@ def start_dispatch(
     def by_expert() -> Tensor:
         return _transposed(received, parts)
 
-    return _exchange(axis, received, sent, here, away, by_expert)
+    return start_all_to_all(axis, received, sent, here, away, by_expert)
 
 
 def start_combine(
@@ -158,7 +158,7 @@ def start_combine(
     out = y.new_empty((rows, *y.shape[1:]))
     out[sum(here) :] = 0
 
-    return _exchange(axis, out[: sum(here)], sent, here, away, lambda: out)
+    return start_all_to_all(axis, out[: sum(here)], sent, here, away, lambda: out)
 
 
 def _transposed(x: Tensor, parts: Counts) -> Tensor:
@@ -167,20 +167,6 @@ def _transposed(x: Tensor, parts: Counts) -> Tensor:
     width = len(parts[0])
     order = [flat[a * width + b] for b in range(width) for a in range(len(parts))]
     return torch.cat(order) if order else x
-
-
-def _exchange(
-    axis: str, out: Tensor, sent: Tensor, here: list[int], away: list[int],
-    finish: Callable[[], Tensor],
-) -> Pending:  # fmt: skip
-    group = axis_group(axis)
-
-    def issue() -> Any:
-        return dist.all_to_all_single(out, sent, here, away, group=group, async_op=True)
-
-    work = _issue("all_to_all", axis, max(out.nbytes, sent.nbytes), issue)
-    assert work is not None, "this rank is not in the group"
-    return Pending(work, finish, sent)
 
 
 def _own_ends(ends: Tensor, experts: Sequence[int], rank: int) -> Tensor:

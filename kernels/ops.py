@@ -14,11 +14,11 @@ from merakc.kernels import (
     checks,
     collectives,
     draws,
+    exchange,
     experts,
     gemm,
     host,
     opaque,
-    places,
     products,
     ragged,
     scores,
@@ -50,6 +50,7 @@ STARTS: Mapping[str, str] = {
     "merakc.reduce_scatter.default": "start.reduce_scatter",
     "merakc.dispatch.default": "start.dispatch",
     "merakc.combine.default": "start.combine",
+    "merakc.exchange.default": "start.exchange",
 }
 STARTED: Mapping[str, str] = {start: op for op, start in STARTS.items()}
 WAIT = "wait.default"
@@ -65,6 +66,7 @@ _HALVES: Mapping[str, Callable[..., Any]] = {
     "start.reduce_scatter": collectives.start_reduce_scatter,
     "start.dispatch": experts.start_dispatch,
     "start.combine": experts.start_combine,
+    "start.exchange": exchange.start_exchange,
     WAIT: collectives.wait,
     OUT: host.start_out,
     GONE: host.moved_out,
@@ -99,8 +101,8 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, buffers, checks, collectives, draws, experts, gemm, host, opaque,
-    places, products, scores,
+    attention, buffers, checks, collectives, draws, exchange, experts, gemm, host, opaque,
+    products, scores,
 )  # fmt: skip
 
 

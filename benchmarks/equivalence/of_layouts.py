@@ -31,6 +31,7 @@ from benchmarks.reference import Reference, train_reference
 from benchmarks.zoo_models import ZOO
 from merakc.errors import MerakError
 from merakc.ir.program import Mesh
+from merakc.passes.sharding.sequences import heads
 
 # (dp, tp, pp)
 LAYOUTS = "1,1,1;2,1,1;1,2,1;1,1,2;1,1,4;2,2,1;1,2,2;2,1,2;2,2,2"
@@ -185,9 +186,14 @@ def main(
     ] = None,
     doc: DocPath = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per training.")] = 120.0,
+    exchange_price: Annotated[
+        float,
+        typer.Option(help="Of cp: what bytes exchanged for heads count, beside those gathered."),
+    ] = heads.EXCHANGE_PRICE,
 ) -> None:
     """Compares layouts with one process; exits with 1 where a bound is exceeded."""
     start_s = time.perf_counter()
+    heads.EXCHANGE_PRICE = exchange_price
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     chosen = [_parse_layout(text) for text in layouts.split(";")]

@@ -232,7 +232,10 @@ def _beside(walk: _Walk, node: Node, own: Pipelined) -> None:
     walk.collectives[node.name] = node, spans
 
 
-_SENT_AS = {"gather_to": "all_gather", "dispatch": "all_to_all", "combine": "all_to_all"}
+_SENT_AS = {
+    "gather_to": "all_gather", "dispatch": "all_to_all", "combine": "all_to_all",
+    "exchange": "all_to_all",
+}  # fmt: skip
 
 
 def _name(node: Node) -> str:

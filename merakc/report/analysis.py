@@ -38,6 +38,7 @@ from merakc.report.attribution import attribute
 from merakc.report.idle import idle_split
 from merakc.report.packing import pack, placed
 from merakc.report.traffic import traffic
+from merakc.report.units import name_pattern
 from merakc.report.waterfall import rank_memory
 from merakc.simulation.simulate import Simulation
 
@@ -87,6 +88,7 @@ def make_report(
         alternatives=alternatives,
         head=_head_times(lowered, cluster, costs, simulation),
         collectives=tp_collectives(lowered),
+        exchanged=exchanged_heads(lowered),
         cut=lowered.cut,
     )
 
@@ -101,7 +103,7 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
         ops.update(node.op for node in graph.nodes)
         back.update(node.op for node in graph.nodes if not grads.isdisjoint(node.outs))
     scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
-    exchanges = ops["merakc.dispatch.default"] + ops["merakc.combine.default"]
+    exchanges = ("merakc.dispatch.default", "merakc.combine.default", "merakc.exchange.default")
     found = {
         "forward all-reduce": ops["merakc.all_reduce.default"],
         "backward all-reduce": back["merakc.copy_to.default"],
@@ -110,11 +112,17 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
         "backward reduce-scatter": back["merakc.gather_to.default"],
         "backward all-gather": back["merakc.reduce_scatter.default"]
         + back["merakc.scatter.default"],
-        "forward all-to-all": exchanges,
-        "backward all-to-all": exchanges,
+        "forward all-to-all": sum(ops[op] for op in exchanges),
+        "backward all-to-all": sum(back[op] for op in exchanges),
         "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
     }
     return {name: number for name, number in found.items() if number or "all-reduce" in name}
+
+
+def exchanged_heads(lowered: Lowered) -> dict[str, int]:
+    """The calls for which sequences are exchanged for heads, how many of each module and line."""
+    nodes = lowered.stages.sharding.exchanged(lowered.loss.graph)
+    return dict(Counter(f"{name_pattern(node.module)} at {node.source}" for node in nodes))
 
 
 def _head_times(

@@ -74,6 +74,8 @@ def plan_sections(file: PlanFile) -> list[Section]:
         found.append(_shared(plan))
     if file.report and file.report.collectives:
         found.append(_collectives(plan, file.report.collectives))
+    if file.report and file.report.exchanged:
+        found.append(_exchanged(file.report.exchanged))
     if plan.whole_ops:
         found.append(_whole_ops(plan.whole_ops))
     if plan.head is not None:
@@ -216,6 +218,12 @@ def _collectives(plan: Plan, collectives: Mapping[str, int]) -> Section:
     return Section(
         f"{plan.form.axes} collectives of a micro-batch", {"collective": False, "count": True}, rows
     )
+
+
+def _exchanged(calls: Mapping[str, int]) -> Section:
+    rows = [(*call.split(" at ", 1), str(count)) for call, count in calls.items()]
+    title = "Sequences exchanged for heads: calls on all of a sequence, with parts of the heads"
+    return Section(title, {"module": False, "at": False, "calls": True}, rows)
 
 
 def _whole_ops(ops: tuple[str, ...]) -> Section:

@@ -17,7 +17,15 @@ from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
 from merakc.machines.cluster_files import preset
-from merakc.report.analysis import batch_tokens, main_dtype, make_report, peak_rate
+from merakc.passes.sharding.sequences import heads
+from merakc.report.analysis import (
+    batch_tokens,
+    exchanged_heads,
+    main_dtype,
+    make_report,
+    peak_rate,
+    tp_collectives,
+)
 from tests.machines.bare import bare
 from tests.report.made import (
     ALL_AXES,
@@ -173,3 +181,17 @@ def test_alternatives_are_handed_on() -> None:
 def test_it_is_small() -> None:
     assert len(json.dumps(asdict(report()), indent=1)) < 60_000
     assert report(replace(lowered(), parts=())).node_count >= len(report().nodes)
+
+
+def test_exchanges_are_counted_with_the_calls_that_they_are_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heads, "EXCHANGE_PRICE", 1.01e-3)
+    told = lowered.__wrapped__(Mesh(cp=2))
+    calls, collectives = exchanged_heads(told), tp_collectives(told)
+    (module,) = {call.split(" at ")[0] for call in calls}
+    assert module == "transformer.h.*.attn"
+    (layers,) = calls.values()
+    assert collectives["forward all-to-all"] == collectives["backward all-to-all"] >= 2 * layers
+    assert "forward all-gather" not in collectives
+    assert exchanged_heads(lowered(Mesh(tp=2))) == {}

@@ -10,18 +10,21 @@ from tests.report.test_text import CUT, tiny_file, tiny_plan
 
 
 def test_rows_have_a_cell_for_each_column() -> None:
-    told = replace(report(), collectives={"all_reduce": 16}, cut=CUT)
+    calls = {"layers.*.attn at model.py:7": 3}
+    told = replace(report(), collectives={"all_reduce": 16}, exchanged=calls, cut=CUT)
     sections = plan_sections(replace(tiny_file(), report=told))
     assert [s.title for s in sections] == [
         "Stages",
         "Tensors over tp 2",
         "Parameters held by several stages",
         "tp collectives of a micro-batch",
+        "Sequences exchanged for heads: calls on all of a sequence, with parts of the heads",
         "Cut into 2 stages (load 1 is even)",
     ]
     for section in sections:
         assert section.rows
         assert {len(row) for row in section.rows} == {len(section.columns)}
+    assert sections[4].rows == [("layers.*.attn", "model.py:7", "3")]
 
 
 def test_what_is_not_split_or_cut_is_not_told() -> None:

@@ -17,7 +17,8 @@ from merakc.kernels.scores import PLACES as SCORES
 
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default",
-               "merakc.dispatch.default", "merakc.combine.default")  # fmt: skip
+               "merakc.dispatch.default", "merakc.combine.default",
+               "merakc.exchange.default")  # fmt: skip
 # Products and a collective in one node (`merakc.kernels.products`), by what the collective is.
 PIPELINED = {
     "merakc.gather_matmul.default": "merakc.gather_to.default",
@@ -46,9 +47,9 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
         at = SCORES[op]
         return 2 * specs[node.args[at]].numel * specs[node.args[at + 1]].shape[0] * products(node)
     if op == "merakc.attention.default":
-        return 4 * specs[node.args[0]].numel * specs[node.args[1]].shape[-2]
+        return 4 * _pairs(*(specs[ref] for ref in node.args[:2]), causal=_causal(node, 4))
     if op == "merakc.attention_backward.default":
-        return 10 * specs[node.args[1]].numel * specs[node.args[2]].shape[-2]
+        return 10 * _pairs(*(specs[ref] for ref in node.args[1:3]), causal=_causal(node, 7))
     if op == OPAQUE:
         return find(node.args[-1]).flops
     if op == OPAQUE_BACKWARD:  # its forward again, and twice as much
@@ -64,6 +65,20 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
 
     outs = tuple([o.shape if o is not None else None for o in node.outputs])
     return _by_formula(formula, map_refs(node.args, shape), map_refs(node.kwargs, shape), outs)
+
+
+def _causal(node: Node, place: int) -> bool:
+    return len(node.args) > place and bool(node.args[place])
+
+
+def _pairs(query: TensorSpec, key: TensorSpec, *, causal: bool) -> int:
+    """The pairs of queries and keys, times the head dim, as if there were no mask; of causal rows
+    that are a part of a sequence, as many more as the last of them attend to than rows do in the
+    mean: the ranks of the others wait for theirs.
+    """
+    rows, keys = query.shape[-2], key.shape[-2]
+    whole = query.numel * keys
+    return whole * (2 * keys - rows) // keys if causal and 0 < rows < keys else whole
 
 
 @lru_cache(maxsize=4096)

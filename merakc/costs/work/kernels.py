@@ -73,6 +73,7 @@ CONJUGATE = {
     "merakc.scatter.default": "merakc.all_gather.default",
     "merakc.dispatch.default": "merakc.combine.default",
     "merakc.combine.default": "merakc.dispatch.default",
+    "merakc.exchange.default": "merakc.exchange.default",
 }
 # Losses and tables in several steps: how often they move their largest tensor, forward and
 # backward. A cross-entropy reads the logits for the maximum, for the exponentials and their sum,

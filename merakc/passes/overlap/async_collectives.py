@@ -47,6 +47,7 @@ CONJUGATES = {
     "merakc.all_gather.default": "merakc.copy_to.default",
     "merakc.dispatch.default": "merakc.combine.default",
     "merakc.combine.default": "merakc.dispatch.default",
+    "merakc.exchange.default": "merakc.exchange.default",
 }
 PIECES: Final = ("forward", "backward", "checkpoint", "recompute", "input_grad", "weight_grad")
 

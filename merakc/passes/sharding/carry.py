@@ -37,7 +37,8 @@ def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
             if any(f.split for f in factors):
                 if own != full:
                     raise _both(f"dim {k} of '{item.target or item.name}'")
-                own_factors = split_of(dims.of[Ref(item.name)][k], factors, item.target)
+                dim = dims.of[Ref(item.name)][k]
+                own_factors = split_of(dim, factors, item.target, sharding.tp)
                 chosen |= dict.fromkeys(own_factors, item.target or item.name)
     for factor in needed_whole(dims, chosen):
         why = factor.blocked or "draws, rows or segments that lie across it"

@@ -323,25 +323,28 @@ def planned_factors(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
     return found
 
 
-def split_of(dim: Dim, planned: tuple[DimFactor, ...], target: str) -> set[Factor]:
-    """The factors of a dim that a layout splits."""
+def split_of(dim: Dim, planned: tuple[DimFactor, ...], target: str, ranks: int = 0) -> set[Factor]:
+    """The factors of a dim that a layout splits; for so many ranks, where they are given, a factor
+    of as many equal parts is as good as a larger one.
+    """
     found: set[Factor] = set()
     outer = 1
     for part in planned:
         if part.split:
-            factor = _factor_at(dim, outer, part.size, target)
+            factor = _factor_at(dim, outer, part.size, target, ranks)
             if not part.segments:
                 found.add(factor)
             for own, inner in zip(segments_of(factor), part.segments, strict=False):
-                found |= split_of(own, inner, target)
+                found |= split_of(own, inner, target, ranks)
         outer *= part.size
     return found
 
 
-def _factor_at(dim: Dim, outer: int, full: int, target: str) -> Factor:
+def _factor_at(dim: Dim, outer: int, full: int, target: str, ranks: int) -> Factor:
     before = 1
     for factor in leaves(dim):
-        if before == outer and factor.size == full:
+        is_part = 0 < ranks == factor.size and full % ranks == 0
+        if before == outer and (factor.size == full or is_part):
             return factor
         before *= factor.size
     raise PlanError(f"the plan splits '{target}' at a factor of {full} that the graph lacks")

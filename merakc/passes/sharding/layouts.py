@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ class SequenceSplit:
     The `nodes` compute on a rank's part; `kept` are the values of which a rank has only that, also
     where other nodes read them; `layouts` those of all values that the nodes read or write. `whole`
     says which of its nodes need which arguments whole. The nodes `counting` are made from
-    the number of a rank's own rows; those of `dispatched` compute where the experts are.
+    the number of a rank's own rows; those of `dispatched` compute where the experts are. The nodes
+    `exchanged` would need something whole on parts of a sequence, and have parts of heads here.
     """
 
     nodes: frozenset[str]
@@ -52,6 +53,7 @@ class SequenceSplit:
     whole: frozenset[tuple[str, Ref]] = frozenset()
     counting: frozenset[str] = frozenset()
     dispatched: tuple[Dispatched, ...] = ()
+    exchanged: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -172,13 +174,14 @@ class Sharding:
     def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
         """The same sharding, with values also known by other names."""
         also = tuple(
-            SequenceSplit(
-                s.nodes,
-                s.kept | {new for old, new in names.items() if old in s.kept},
-                {**s.layouts, **{n: s.layouts[o] for o, n in names.items() if o in s.layouts}},
-                s.whole | {(node, names[ref]) for node, ref in s.whole if ref in names},
-                s.counting,
-                s.dispatched,
+            replace(
+                s,
+                kept=s.kept | {new for old, new in names.items() if old in s.kept},
+                layouts={
+                    **s.layouts,
+                    **{n: s.layouts[o] for o, n in names.items() if o in s.layouts},
+                },
+                whole=s.whole | {(node, names[ref]) for node, ref in s.whole if ref in names},
             )
             for s in self.sequences
         )
@@ -186,6 +189,12 @@ class Sharding:
         sums = self.sums | {new for old, new in names.items() if old in self.sums}
         along = self.context.renamed(names) if self.context else None
         return replace(self, layouts=layouts, sequences=also, sums=sums, context=along)
+
+    def exchanged(self, graph: Graph) -> Iterator[Node]:
+        """The nodes of a graph that have parts of heads in the place of parts of sequences."""
+        along = self.context.sequences if self.context else ()
+        names = frozenset[str]().union(*(split.exchanged for split in along))
+        return (node for node in graph.nodes if node.name in names)
 
     def splits(self, graph: Graph) -> dict[str, Layout]:
         """The layouts of the split parameters and buffers, by the user's names."""

@@ -190,6 +190,7 @@ OVER_CP: Final[dict[str, Row]] = {
     "merakc.gather_to.default": Along(),
     "merakc.scatter.default": Along(),
     "merakc.reduce_scatter.default": Along(),
+    "merakc.exchange.default": Along("dims"),
 }
 # Rows of users' ops: `merakc.register_sharding`.
 _registered: dict[str, Row] = {}

@@ -39,8 +39,8 @@ def shard(
     dims = propagate(graph)
     context = None
     if cp > 1:
-        load = expert_load if expert_parallel else None
-        context = split_context(dims, sharding_of(dims, set(), cp), load)
+        whole = sharding_of(dims, set(), cp)
+        context = split_context(dims, whole, expert_load if expert_parallel else None, tp=tp)
     if tp == 1 and context is not None:
         return replace(sharding_of(dims, set(), 1), context=context)
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)

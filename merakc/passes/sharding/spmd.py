@@ -32,14 +32,14 @@ from merakc.passes.sharding.experts.writer import ExpertWriter
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
 from merakc.passes.sharding.propagate import copies
 from merakc.passes.sharding.rules import GATHERED
+from merakc.passes.sharding.sequences.exchange import (
+    before_repeats,
+    can_exchange,
+    exchange_nodes,
+)
 from merakc.passes.sharding.spmd_ops import SPECIAL
 
 SCATTERS = ("scatter", "reduce_scatter")
-# Between a value and a larger one that repeats it, as keys for several heads of queries do.
-REPEATS = frozenset(
-    f"aten.{name}"
-    for name in ("expand.default", "reshape.default", "view.default", "unsqueeze.default")
-)
 
 
 def spmd_partition(graph: Graph, sharding: Sharding, lane: int) -> Graph:
@@ -154,6 +154,9 @@ class SpmdPartitioner(ExpertWriter):
         if within is not None and ref in within.layouts and (self.node, ref) not in within.whole:
             if split is within:
                 return self.now.get(ref, ref)
+            pair = split and (split.layouts[ref], within.layouts[ref])
+            if self.axis == "cp" and pair and can_exchange(*pair):
+                return self.exchanged(ref, *pair)
             return self.move(ref, within.layouts[ref], "scatter")
         if split is not None:
             return self.gathered(ref, split)
@@ -173,9 +176,7 @@ class SpmdPartitioner(ExpertWriter):
         """A value of which ranks have parts, whole, as nodes on other parts read it: what repeats a
         smaller value is made of that one, gathered.
         """
-        chain, source = list[Node](), ref
-        while (node := self.maker.get(source.node)) is not None and node.op in REPEATS:
-            chain, source = [*chain, node], node.args[0]
+        source, chain = before_repeats(ref, self.maker)
         if source not in split.kept or self.specs[source].numel >= self.specs[ref].numel:
             return self.move(ref, split.layouts[ref], "gather_to")
         now = self.move(source, split.layouts[source], "gather_to")
@@ -270,6 +271,21 @@ class SpmdPartitioner(ExpertWriter):
                     source, spec = self.collective(source, spec, op, lay, dim)
             self.moved[ref, op, lay] = source
         return self.moved[ref, op, lay]
+
+    def exchanged(self, ref: Ref, source: Layout, target: Layout) -> Ref:
+        """A value of which ranks have parts of one dim, behind the exchange for parts of another;
+        made once.
+        """
+        if (ref, "exchange", target) not in self.moved:
+            name = self.named(ref, "exchange")
+            while name in self.made:
+                name += "+"
+            self.made.add(name)
+            now, place = self.now.get(ref, ref), (self.axis, self.whole.tp, self.rank)
+            nodes = exchange_nodes(now, name, self.specs[ref].dtype, (source, target), place)
+            self.nodes += nodes
+            self.moved[ref, "exchange", target] = Ref(nodes[-1].name)
+        return self.moved[ref, "exchange", target]
 
     def read_or_kept(self, ref: Ref, op: str) -> Ref:
         """The value that a gather or scatter reads: this rank's part, or the whole."""

@@ -109,3 +109,25 @@ def test_a_collective_moves_the_larger_of_its_tensors() -> None:
     assert wire_bytes(gather, specs) == 2 * 30
     scatter = Node("y", "merakc.scatter.default", place, (), (TensorSpec((1, 5), HALF),))
     assert wire_bytes(scatter, specs) == 2 * 15
+
+
+def test_of_causal_rows_the_last_attend_to_most() -> None:
+    """Of four ranks the last computes 28 of 64 blocks with half of the diagonal ones, not 16."""
+    specs = {Ref("q"): TensorSpec((1, 2, 4, 8), HALF), Ref("k"): TensorSpec((1, 2, 16, 8), HALF)}
+    specs |= {Ref("whole"): TensorSpec((1, 2, 16, 8), HALF)}
+
+    def flops(query: str, *, causal: bool, backward: bool = False) -> int:
+        read: tuple[object, ...] = (Ref(query), Ref("k"), Ref("k"))
+        if backward:
+            read = (Ref(query), *read, Ref(query), Ref("lse"))
+        op = f"merakc.attention{'_backward' if backward else ''}.default"
+        return node_flops(
+            Node("y", op, (*read, None, causal, 1.0, 12), (), (specs[Ref(query)],)), specs
+        )
+
+    for backward in (False, True):
+        all_pairs = flops("whole", causal=False, backward=backward)
+        assert all_pairs == (10 if backward else 4) * 2 * 16 * 16 * 8
+        assert flops("whole", causal=True, backward=backward) == all_pairs
+        assert 4 * flops("q", causal=False, backward=backward) == all_pairs
+        assert 16 * flops("q", causal=True, backward=backward) == 7 * all_pairs

@@ -17,7 +17,8 @@ from merakc.ir.graph import Graph
 from merakc.ir.layout import parse_layout
 from merakc.lowering.lowered import training_graph
 from merakc.machines.cluster import NOMINAL_GPU
-from merakc.passes.sharding.choose import candidates, repeated_factors
+from merakc.passes.sharding.choose import candidates, repeated_factors, split_of
+from merakc.passes.sharding.factors import Factor
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.separate_heads import separate_heads
 from merakc.passes.sharding.shard import shard
@@ -231,3 +232,15 @@ def test_a_recurrence_is_not_split_along_its_own_diagonal() -> None:
     dims = propagate(training_graph(recording.graph))
     assert repeated_factors(dims)
     assert not repeated_factors(dims) & candidates(dims, 2, NOMINAL_GPU).keys()
+
+
+def test_of_as_many_equal_parts_as_ranks_a_rank_has_what_it_has_of_the_whole() -> None:
+    """Eight heads that are split over two ranks, and a graph in which they are two times four."""
+    parts, (whole, _) = [Factor(2), Factor(4), Factor(3)], parse_layout("8*·3 x 1").dims
+    assert split_of(parts, whole, "w", 2) == {parts[0]}
+    for ranks in (0, 4):
+        with pytest.raises(PlanError, match="splits 'w' at a factor of 8"):
+            split_of(parts, whole, "w", ranks)
+    odd = parse_layout("7*·3").dims[0]
+    with pytest.raises(PlanError, match="splits 'w' at a factor of 7"):
+        split_of(parts, odd, "w", 2)

@@ -33,17 +33,20 @@ from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
 from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
+from merakc.passes.sharding.sequences.heads import exchange_heads
 from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem, aliases_of
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
+ROWS_DIM = 2  # of queries
+
 
 def split_context(
-    dims: Dims, sharding: Sharding, expert_load: Sequence[float] | None = None
+    dims: Dims, sharding: Sharding, expert_load: Sequence[float] | None = None, *, tp: int = 1
 ) -> Sharding:
-    """The sharding of a graph of which nothing is split, with its sequences split over the ranks;
-    with an `expert_load`, of which none is even, experts are too, each with its weights on one of
-    the ranks. Without, ranks leave their parts of weights' gradients to be added up with those of
-    dp.
+    """The sharding of a graph of which nothing is split, with its sequences split over the ranks,
+    of each of `tp`; with an `expert_load`, of which none is even, experts are too, each with its
+    weights on one of the ranks. Without, ranks leave their parts of weights' gradients to be added
+    up with those of dp.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
@@ -51,13 +54,13 @@ def split_context(
     """
     for prices in (LIKE_LARGE, AT_ANY_PRICE):
         problem = ContextProblem(dims, sharding, prices, sends=expert_load is not None)
-        found: list[SequenceSplit] = []
+        found: dict[Factor, SequenceSplit] = {}
         sums: set[str] = set()
         for factor in problem.candidates()[:MAX_DIMS]:
             _, split = problem.solve(factor)
             if split is not None:
                 problem.taken |= split.nodes
-                found.append(split)
+                found[factor] = split
                 sums |= {n for n in split.nodes if problem.is_sum(n, factor)}
         if found:
             break
@@ -67,10 +70,11 @@ def split_context(
             "those of samples and of weights, runs through the graph, so that no sequence can be "
             "split; use cp=1"
         )
-    sharding = replace(sharding, sequences=tuple(found), partial=sharding.partial | sums)
+    splits = exchange_heads(problem, found, sums, tp)
+    sharding = replace(sharding, sequences=splits, partial=sharding.partial | sums)
     if expert_load is not None:
         return _with_experts(problem, sharding, expert_load)
-    return replace(sharding, sums=gradient_sums(dims.graph, found))
+    return replace(sharding, sums=gradient_sums(dims.graph, splits))
 
 
 def _fault(problem: ContextProblem) -> str:
@@ -254,7 +258,8 @@ class ContextProblem(Problem):
         """Whether the node's op has a form for parts like these."""
         if node.op == ATTENTION:  # of causal ones a rank has rows that follow each other
             place = self.place(Ref(node.name), factor)
-            return place is not None and (not node.args[4] or place[1] == 1)
+            rows = place is not None and place[0] == ROWS_DIM
+            return place is not None and not (node.args[4] and rows and place[1] > 1)
         if node.op in KEY_POSITION:
             lay = self.layout_of(Ref(node.name), factor)
             try:
