@@ -44,6 +44,7 @@ from merakc.passes.recompute.blocks import by_layers, find_blocks, in_place
 from merakc.passes.recompute.segments import recomputed
 from merakc.passes.running import Kind, Pass, run_passes, unwatched
 from merakc.passes.sharding.experts.dispatch import without_rows
+from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.passes.sharding.experts.sorted_forms import with_sorted_forms
 from merakc.passes.sharding.gather_products import gather_all, gather_products
 from merakc.passes.sharding.separate_heads import separate_heads
@@ -230,16 +231,21 @@ PARTS: Final = (
 # Before it is decided how values are split over tp.
 HEADED: Final = (
     Pass(
+        "sorted-loops", "With ep: loops over experts as rows that are sorted by expert.",
+        Kind.PART, Kind.PART,
+        lambda graph, tp, gathered, experts: with_sorted_loops(graph) if experts else graph,
+    ),
+    Pass(
         "sorted-rows", "Counts experts' rows for their products apart; equal calls in one form.",
         Kind.PART, Kind.PART, lambda graph, *_: with_sorted_forms(graph),
     ),
     Pass(
         "separate-heads", "Gives each query head of a grouped attention its own key and value.",
-        Kind.PART, Kind.PART, lambda graph, tp, gathered: separate_heads(graph, tp),
+        Kind.PART, Kind.PART, lambda graph, tp, *_: separate_heads(graph, tp),
     ),
     Pass(
         "gather-products", "Gathers products of which no other dim can be split over tp.",
-        Kind.PART, Kind.PART, _gather,
+        Kind.PART, Kind.PART, lambda graph, tp, gathered, *_: _gather(graph, tp, gathered),
     ),
 )  # fmt: skip
 CUT: Final = (
