@@ -204,7 +204,7 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
     """
     mesh, tp = strategy.mesh, strategy.tp
     parts = strategy.dp * strategy.micro_batches
-    loss = headed(recording, parts, TRAINING, tp, experts=strategy.expert_parallel)
+    loss = headed(recording, parts, TRAINING, tp)
     sharding = shard(loss.graph, cluster=cluster.joining(tp), **strategy.form._asdict())
     placement = _placement(strategy)
     devices = stage_devices(cluster, mesh, placement)
@@ -252,9 +252,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = headed(
-        recording, plan.dp * plan.micro_batches, TRAINING, plan.tp, experts=plan.expert_parallel
-    )
+    loss = headed(recording, plan.dp * plan.micro_batches, TRAINING, plan.tp)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
@@ -276,10 +274,7 @@ def adapt_plan(
         check_lists(recording, recording.dims)
     parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
     gathered = gathers(lowered.loss.graph)
-    loss = headed(
-        recording, parts, kinds, plan.tp, gathered=gathered, kept=kept,
-        experts=plan.expert_parallel,
-    )  # fmt: skip
+    loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)
     loss = replace(loss, graph=graph)
     if len(plan.rank_of) == 1:
@@ -298,23 +293,19 @@ def headed(
     *,
     gathered: bool | None = None,
     kept: Collection[str] = (),
-    experts: bool = False,
 ) -> BatchSplit:
     """The step whose graph is sharded and cut, for outputs as in `in_parts`: in parts, with heads
-    apart, products to be gathered, and, where ranks share `experts`, loops over these sorted.
+    apart, and products to be gathered.
 
     `gathered` says whether its products are to be gathered; where it is None, the graph does.
     """
     split: BatchSplit = run_passes(pipeline.PARTS, recording, parts, kinds, kept)
-    graph = with_heads(split.graph, tp, gathered=gathered, experts=experts)
-    return replace(split, graph=graph)
+    return replace(split, graph=with_heads(split.graph, tp, gathered=gathered))
 
 
-def with_heads(
-    graph: Graph, tp: int, *, gathered: bool | None = None, experts: bool = False
-) -> Graph:
+def with_heads(graph: Graph, tp: int, *, gathered: bool | None = None) -> Graph:
     """The graph of `headed`."""
-    found: Graph = run_passes(pipeline.HEADED, graph, tp, gathered, experts)
+    found: Graph = run_passes(pipeline.HEADED, graph, tp, gathered)
     return found
 
 

@@ -61,9 +61,7 @@ def _parts(lowered: Lowered, record: Callable[[int], Recording], count: int) -> 
     plan, whole = lowered.plan, lowered.loss.graph
     recording = record(plan.micro_batches * count)
     parts = plan.dp * plan.micro_batches * count
-    split = headed(
-        recording, parts, TRAINING, plan.tp, gathered=gathers(whole), experts=plan.expert_parallel
-    )
+    split = headed(recording, parts, TRAINING, plan.tp, gathered=gathers(whole))
     graph, sharding = sharded_as_planned(split.graph, plan)
     of = stages_like(graph, whole, lowered.stages.of)
     stages = cut_stages(graph, of, len(plan.rank_of), sharding)

@@ -211,6 +211,10 @@ RECORDED: Final = (
         Kind.RECORDED, Kind.RECORDED, rolled,
     ),
     Pass(
+        "sorted-loops", "Takes loops over experts together: rows are sorted by their expert.",
+        Kind.RECORDED, Kind.RECORDED, with_sorted_loops,
+    ),
+    Pass(
         "constant-masks", "Takes out masks that hold for every batch of these shapes.",
         Kind.RECORDED, Kind.RECORDED, with_known_masks,
     ),
@@ -231,21 +235,16 @@ PARTS: Final = (
 # Before it is decided how values are split over tp.
 HEADED: Final = (
     Pass(
-        "sorted-loops", "With ep: loops over experts as rows that are sorted by expert.",
-        Kind.PART, Kind.PART,
-        lambda graph, tp, gathered, experts: with_sorted_loops(graph) if experts else graph,
-    ),
-    Pass(
         "sorted-rows", "Counts experts' rows for their products apart; equal calls in one form.",
         Kind.PART, Kind.PART, lambda graph, *_: with_sorted_forms(graph),
     ),
     Pass(
         "separate-heads", "Gives each query head of a grouped attention its own key and value.",
-        Kind.PART, Kind.PART, lambda graph, tp, *_: separate_heads(graph, tp),
+        Kind.PART, Kind.PART, lambda graph, tp, gathered: separate_heads(graph, tp),
     ),
     Pass(
         "gather-products", "Gathers products of which no other dim can be split over tp.",
-        Kind.PART, Kind.PART, lambda graph, tp, gathered, *_: _gather(graph, tp, gathered),
+        Kind.PART, Kind.PART, _gather,
     ),
 )  # fmt: skip
 CUT: Final = (

@@ -114,9 +114,7 @@ class PieceTable:
     def _sharded(self, short: Graph, form: Form) -> tuple[Graph, Sharding]:
         """The graph as the ranks of tp share it, and how; of all samples alike."""
         parts = form.tp, form.expert_parallel
-        graph = with_heads(
-            short, form.tp, gathered=self._gathered.get(parts), experts=form.expert_parallel
-        )
+        graph = with_heads(short, parts[0], gathered=self._gathered.get(parts))
         cluster, splits = self.cluster.joining(form.tp), self._splits.get(parts)
         sharding = shard(graph, splits=splits, cluster=cluster, **form._asdict())
         self._gathered.setdefault(parts, gathers(graph))
