@@ -20,7 +20,7 @@ from merakc.passes.sharding.dims import given
 EQUAL, SELECT, CAST, COUNTS = (
     "aten.eq.Scalar", "aten.select.int", "aten.to.dtype", "aten.arange.default"
 )  # fmt: skip
-ALIKE = "aten.eq.Tensor"
+ALIKE, TOPK = "aten.eq.Tensor", "aten.topk.default"
 # Views that keep the order of elements, and calls that are true at most where each argument is.
 RESHAPES = frozenset(
     f"aten.{name}"
@@ -84,6 +84,19 @@ class Choices:
         inputs = {i.name: i for i in self.graph.inputs}
         size = chosen.numbers and size_of_places(chosen.numbers, self.makers, inputs)
         return size is not None and {*range(size)} <= {*chosen.experts}
+
+    def distinct(self, masks: Sequence[Ref], dim: int) -> bool:
+        """Whether each is true once at most, for each place along one of two dims: of `topk`."""
+        for mask in masks:
+            node = self.makers.get(mask.node)
+            if node is None or node.op != EQUAL or len(node.spec.shape) != 2:
+                return False
+            maker = self.makers.get(node.refs[0].node)
+            if maker is None or maker.op != TOPK or node.refs[0].index != 1:
+                return False
+            if given(maker, "dim") % 2 == dim:
+                return False
+        return True
 
     def _is_like(self, node: Node, ref: Any) -> bool:
         """Whether a product with a value is nothing wherever the value is: of floats, not of inf."""

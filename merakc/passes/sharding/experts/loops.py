@@ -93,9 +93,14 @@ class _Loop:
         if len(self.turns) < 2:
             raise self._fault("only one expert is there; others are not alike")
         own = self._own()
-        chosen = self.choices.of([t.mask for t in self.turns if t.mask is not None])
+        masks = [t.mask for t in self.turns if t.mask is not None]
+        chosen = self.choices.of(masks)
         if chosen is None:
             raise self._fault("two experts may have the same row at once, by what their masks say")
+        if self.first.once and not self.choices.distinct(masks, self.first.dim):
+            raise self._fault(
+                "a row that one expert has twice would be written once: use out.index_add_"
+            )
         covers = self.choices.covers(chosen)
         writer = LoopWriter(self.graph, self.turns, own, covers=covers)
         try:

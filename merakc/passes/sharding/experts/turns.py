@@ -17,6 +17,7 @@ from merakc.frontend.values.symbols import Number, numbers
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.kernels.opaque import find
 from merakc.passes.sharding.dims import given
+from merakc.passes.sharding.experts.ends import GROUPED
 
 NONZERO, INDEX, PUT = "aten.nonzero.default", "aten.index.Tensor", "aten.index_put.default"
 ADD, ADDED = "aten.index_add.default", "aten.add.Tensor"
@@ -46,7 +47,8 @@ class Turn:
 
     `reads` says what calls have read, `places` which values are places along which dim of the
     `mask`. The `made` rows are added to those of `target` (`adds`), or written there, that the
-    places along the mask's dim `dim` name. `sizes` are the numbers of rows that are chosen.
+    places along the mask's dim `dim` name, `once` where an expert may have a row twice. `sizes` are the
+    numbers of rows that are chosen.
     """
 
     node: Node
@@ -61,6 +63,7 @@ class Turn:
     made: Ref | None = None
     dim: int = 0
     adds: bool = True
+    once: bool = False
     end: str = ""  # the call that writes
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class Turn:
         def now(ref: Ref) -> Ref:
             return names.get(ref, Ref(f"{self.node.name}/{ref.node}", ref.index))
 
+        self.is_grouped = any(n.op == GROUPED for n in region.nodes)
         for node in region.nodes:
             args, kwargs = (map_refs(a, now) for a in (node.args, node.kwargs))
             self._add(node.reading(args, kwargs), f"{self.node.name}/{node.name}")
@@ -98,7 +102,18 @@ class Turn:
         elif read and not any(r in self.places for r in read):
             self._add_rows(node, name)
         else:
-            raise NotATurnError(node.source, f"{node.op} reads more than rows that are chosen")
+            raise NotATurnError(node.source, f"{node.op} {self._reason(reads=bool(read))}")
+
+    def _reason(self, *, reads: bool) -> str:
+        """Why a call is none of a turn, and what would be."""
+        if reads:
+            return "reads more than rows that a mask has chosen"
+        if self.is_grouped:
+            return (
+                "gives as many elements as the data says: count the rows of experts by "
+                "torch.bincount(ids, minlength=experts), of ids that topk or argmax has chosen"
+            )
+        return "gives something else than rows that a mask chooses"
 
     def _take_mask(self, node: Node, mask: Ref) -> None:
         if mask not in self.specs or self.mask not in (None, mask):
@@ -168,11 +183,10 @@ class Turn:
             raise NotATurnError(node.source, f"{node.op} writes to more than rows of a tensor")
         if not self.adds and (sum_ := self._sum(made, Read(target, along))) is not None:
             made, self.adds = sum_, True
-        once = len(self.specs[self.mask].shape) == 1
-        if node.op == PUT and not once and not given(node, "accumulate"):
-            raise NotATurnError(
-                node.source, "a row that one expert has twice would be written once: use index_add_"
-            )
+        if node.op == PUT and not given(node, "accumulate"):
+            self.once = len(self.specs[self.mask].shape) > 1
+        if self.once and not self.adds:
+            raise NotATurnError(node.source, "a row of two experts is what the last one writes")
         self.target, self.made, self.dim, self.end = target, made, along[0], name
 
     def _sum(self, made: Ref, old: Read) -> Ref | None:
