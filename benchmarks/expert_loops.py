@@ -97,12 +97,12 @@ class ExpertLoops(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(layers))
         self.head = nn.Linear(HIDDEN, EVEN_VOCABULARY)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
         """The mean cross-entropy of the words that follow, and the logits."""
         x = self.embedding(input_ids)
-        for attention, mixture, norm in zip(
-            self.attention, self.mixtures, self.norms, strict=True
-        ):
+        for attention, mixture, norm in zip(self.attention, self.mixtures, self.norms, strict=True):
             heads = attention(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(*heads, is_causal=True)
             x = x + y.transpose(1, 2).flatten(2)

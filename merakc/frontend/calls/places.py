@@ -65,9 +65,7 @@ def counted(places: Tensor, size: int) -> Tensor:
     return torch.histc(places.double(), size, -0.5, size - 0.5).long()
 
 
-def size_of_places(
-    ref: Ref, made: Mapping[str, Node], inputs: Mapping[str, Input]
-) -> int | None:
+def size_of_places(ref: Ref, made: Mapping[str, Node], inputs: Mapping[str, Input]) -> int | None:
     """The size of the dim in which a value's elements are places; None of other values."""
     node = made.get(ref.node)
     while node is not None and _passes(node, ref.index):

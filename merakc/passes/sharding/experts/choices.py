@@ -20,7 +20,7 @@ from merakc.passes.sharding.dims import given
 EQUAL, SELECT, CAST, COUNTS = (
     "aten.eq.Scalar", "aten.select.int", "aten.to.dtype", "aten.arange.default"
 )  # fmt: skip
-ALIKE, TOPK = "aten.eq.Tensor", "aten.topk.default"
+ALIKE, TOPK, UNBIND = "aten.eq.Tensor", "aten.topk.default", "aten.unbind.int"
 # Views that keep the order of elements, and calls that are true at most where each argument is.
 RESHAPES = frozenset(
     f"aten.{name}"
@@ -56,8 +56,7 @@ class Choices:
         return Ref(self.first.get(ref.node, ref.node), ref.index)
 
     def of(self, masks: Sequence[Ref]) -> Chosen | None:
-        """What masks choose of which no two are true of one element; None where that is not known.
-        """
+        """What masks choose of which no two share an element; None where that is not known."""
         makers = [self.makers.get(m.node) for m in masks]
         nodes = [n for n in makers if n is not None]
         if len(nodes) < len(masks) or len({n.op for n in nodes}) > 1:
@@ -67,7 +66,9 @@ class Choices:
         if op == EQUAL and len(sources) == 1:
             return self._numbers(nodes, sources.pop(), [n.args[1] for n in nodes])
         if op == SELECT and len(sources) == 1:
-            return self._selected(nodes)
+            return self._selected(nodes, [given(n, "index") for n in nodes])
+        if op == UNBIND and len(sources) == 1:
+            return self._selected(nodes, [m.index for m in masks])
         if op in (CAST, *RESHAPES, *MOVES) and len(rest) == 1:
             return self.of([n.refs[0] for n in nodes])
         if op in TRUTHS and [n.args[1] for n in nodes] == [0] * len(nodes):
@@ -99,7 +100,7 @@ class Choices:
         return True
 
     def _is_like(self, node: Node, ref: Any) -> bool:
-        """Whether a product with a value is nothing wherever the value is: of floats, not of inf."""
+        """Whether a product with a value is nothing wherever the value is; floats may be inf."""
         whole = isinstance(ref, Ref) and not node.spec.dtype.is_floating_point
         return whole and self.specs[ref].shape == node.spec.shape
 
@@ -109,14 +110,15 @@ class Choices:
             return None
         return Chosen(of, tuple(experts))
 
-    def _selected(self, nodes: Sequence[Node]) -> Chosen | None:
+    def _selected(self, nodes: Sequence[Node], places: Sequence[int]) -> Chosen | None:
         """Parts of one value that has at most one element that is not zero along a dim."""
         source = nodes[0].refs[0]
         dims = len(self.specs[source].shape)
-        places = [given(n, "index") % self.specs[source].shape[given(n, "dim")] for n in nodes]
-        if len({given(n, "dim") % dims for n in nodes}) > 1 or len({*places}) < len(places):
+        dim = given(nodes[0], "dim") % dims
+        places = [place % self.specs[source].shape[dim] for place in places]
+        if any(given(n, "dim") % dims != dim for n in nodes) or len({*places}) < len(places):
             return None
-        found = self._one_hot(source, given(nodes[0], "dim") % dims)
+        found = self._one_hot(source, dim)
         return found and Chosen(found.numbers, tuple(places))
 
     def _one_hot(self, ref: Ref, dim: int) -> Chosen | None:
@@ -153,10 +155,10 @@ class Choices:
         if node.op == "aten.permute.default":
             return int(node.args[1][dim]) % len(shape)
         if node.op in MOVES:
-            order = [*range(len(shape))]
+            order = list(range(len(shape)))
             one, other = node.args[1:3] if len(node.args) > 1 else (0, 1)
             order[one], order[other] = order[other], order[one]
-            return order[dim]
+            return int(order[dim])
         outer = math.prod(out[:dim])
         fitting = (
             k for k, n in enumerate(shape) if n == out[dim] and math.prod(shape[:k]) == outer

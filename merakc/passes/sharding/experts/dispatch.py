@@ -111,8 +111,13 @@ def _layouts_of(
             break
         if is_stack and at != [0]:
             break
-        if maker is not None and not is_stack and any(
-            f.blocked or f.segments for f in leaves(rule(maker).of[Ref("node", ref.index)][at[0]])
+        if (
+            maker is not None
+            and not is_stack
+            and any(
+                f.blocked or f.segments
+                for f in leaves(rule(maker).of[Ref("node", ref.index)][at[0]])
+            )
         ):
             break  # it goes along the experts, as flip and cumsum do
         shape = dims.shapes[ref]

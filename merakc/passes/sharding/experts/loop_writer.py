@@ -94,7 +94,9 @@ class LoopWriter:
         """The numbers of slots' experts, in order, and where each expert's end."""
         count, slots, number = self.count, self.slots, torch.int64
         flat = [self._flat(t.mask, f"mask{k}") for k, t in enumerate(self.turns)]
-        hits = self.add("hits", STACK, (tuple(flat), 0), ((count, slots), self.specs[flat[0]].dtype))
+        hits = self.add(
+            "hits", STACK, (tuple(flat), 0), ((count, slots), self.specs[flat[0]].dtype)
+        )
         if self.specs[hits].dtype != torch.bool:
             hits = self.add("true", "aten.ne.Scalar", (hits, 0), ((count, slots), torch.bool))
         hits = self.add("ones", "aten.to.dtype", (hits, number), ((count, slots), number))
@@ -125,7 +127,9 @@ class LoopWriter:
         own = (self.slots,), torch.int64
         empty = self.add("empty", "aten.empty_like.default", (self.order,), own)
         places = self.add("places", "aten.arange.default", (self.slots,), own)
-        return self.add("back", "aten.index_put.default", (empty, (self.order,), places, False), own)
+        return self.add(
+            "back", "aten.index_put.default", (empty, (self.order,), places, False), own
+        )
 
     def _flat(self, ref: Ref | None, what: str, along: Sequence[int] | None = None) -> Ref:
         """A value with dims of the masks, `along` these of them, as one of slots."""
@@ -136,7 +140,9 @@ class LoopWriter:
         order = (*(list(along).index(k) for k in grid), *rest)
         shape = tuple(spec.shape[k] for k in order)
         if order != tuple(range(len(order))):
-            ref = self.add(f"{what}.turned", "aten.permute.default", (ref, order), (shape, spec.dtype))
+            ref = self.add(
+                f"{what}.turned", "aten.permute.default", (ref, order), (shape, spec.dtype)
+            )
         if len(grid) == 1:
             return ref
         flat = (self.slots, *(spec.shape[k] for k in rest))
@@ -251,4 +257,3 @@ def _sized(value: Any, rows: int) -> Any:
     if isinstance(value, tuple) and not isinstance(value, Ref):
         return tuple(_sized(v, rows) for v in value)
     return value
-

@@ -219,4 +219,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return "rows" if isinstance(value, Number) else value
-

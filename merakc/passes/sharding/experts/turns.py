@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from merakc.frontend.regions import Region
 from merakc.frontend.values.symbols import Number, numbers
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
@@ -47,8 +49,8 @@ class Turn:
 
     `reads` says what calls have read, `places` which values are places along which dim of the
     `mask`. The `made` rows are added to those of `target` (`adds`), or written there, that the
-    places along the mask's dim `dim` name, `once` where an expert may have a row twice. `sizes` are the
-    numbers of rows that are chosen.
+    places along the mask's dim `dim` name, `once` where an expert may have a row twice. `sizes`
+    are the numbers of rows that are chosen.
     """
 
     node: Node
@@ -70,8 +72,12 @@ class Turn:
         call = find(self.node.args[-1])
         region = call.forward
         if not isinstance(region, Region):
-            raise NotATurnError(call.source, "it runs as it is, since " + call.reason)
-        names = dict(zip(region.inputs, self.node.args[0], strict=True))
+            raise NotATurnError(
+                call.source, f"'{call.module}' runs as it is, since {call.reason}: loop over all "
+                "experts, whether or not they have rows"
+            )  # fmt: skip
+        names: dict[Ref, Ref] = dict(zip(region.inputs, self.node.args[0], strict=True))
+
         def now(ref: Ref) -> Ref:
             return names.get(ref, Ref(f"{self.node.name}/{ref.node}", ref.index))
 
@@ -120,14 +126,18 @@ class Turn:
             raise NotATurnError(node.source, "several masks choose its rows")
         self.mask = mask
 
+    def _is_mask(self, value: Any) -> bool:
+        spec = self.specs.get(value) if isinstance(value, Ref) else None
+        return spec is not None and spec.dtype in (torch.bool, torch.uint8)
+
     def _add_rows(self, node: Node, name: str) -> None:
         """A call that makes rows, as many as are chosen."""
         for spec in node.outputs:
-            first, *others = spec.shape if spec is not None else (None,)
-            if not isinstance(first, Number) or any(isinstance(n, Number) for n in others):
+            shape: tuple[Any, ...] = spec.shape if spec is not None else ()
+            if not isinstance(next(iter(shape), None), Number) or [*numbers(shape[1:])]:
                 raise NotATurnError(node.source, f"{node.op} gives no row for each that is chosen")
-            if not self.sizes or node.op == INDEX:
-                self.sizes.add(first)
+            if node.op == INDEX:
+                self.sizes.add(shape[0])
         if not set(numbers((node.args, node.kwargs, self._shapes(node)))) <= self.sizes:
             raise NotATurnError(node.source, f"{node.op} computes with how many rows there are")
         self.calls.append(replace(node, name=name))
@@ -139,8 +149,8 @@ class Turn:
 
     def _pass_places(self, node: Node, name: str) -> None:
         """The places along one dim of the mask, of those along all."""
-        (ref,) = node.refs
-        if self.places[ref] is not None:
+        ref = node.refs[0]
+        if self.places[ref] is not None or len(node.refs) > 1:
             raise NotATurnError(node.source, f"{node.op} computes with the places of a mask")
         assert self.mask is not None
         dims = len(self.specs[self.mask].shape)
@@ -160,7 +170,7 @@ class Turn:
             along = self.places.get(index) if isinstance(index, Ref) else None
             if along is not None:
                 found.append(along)
-            elif len(indices) == 1 and isinstance(index, Ref) and index in self.specs:
+            elif len(indices) == 1 and self._is_mask(index):
                 self._take_mask(node, index)
                 found += range(len(self.specs[index].shape))
             else:
@@ -171,9 +181,9 @@ class Turn:
 
     def _write(self, node: Node, name: str) -> None:
         if node.op == ADD:
-            target, dim, place, made = node.args
-            self.adds, good = True, dim == 0 and given(node, "alpha") == 1
-            along = self._along(node, (place,))
+            target, made = given(node, "self"), given(node, "source")
+            self.adds, good = True, given(node, "dim") == 0 and given(node, "alpha") == 1
+            along = self._along(node, (given(node, "index"),))
         else:
             target, indices, made = node.args[:3]
             self.adds, good = bool(given(node, "accumulate")), True
@@ -197,9 +207,11 @@ class Turn:
         one, other = maker.args[:2]
         if self.reads.get(one) != old:
             one, other = other, one
+        assert isinstance(one, Ref)
         users = [n for n in self.calls if one in n.refs]
         if self.reads.get(one) != old or other not in self.rows or users != [maker]:
             return None
         self.calls = [n for n in self.calls if n is not maker and n.name != one.node]
         del self.reads[one]
-        return other
+        found: Ref = other
+        return found

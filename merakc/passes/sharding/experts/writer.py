@@ -9,7 +9,6 @@ from typing import Any
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.passes.sharding.layouts import Dispatched, Sharding
 
-
 STACK = "aten.stack.default"
 
 
@@ -79,7 +78,7 @@ class ExpertWriter:
             spec, full = self.local_spec(ref), self.specs[ref].shape
             shape = (int(spec.shape[0] > 0), *full)
             name = f"{node.name}.{k}.own"
-            args = (self.enter(ref), shape)
+            args: tuple[Any, ...] = (self.enter(ref), shape)
             made = TensorSpec(shape, spec.dtype)
             self.nodes.append(
                 replace(node, name=name, op="aten.reshape.default", args=args, kwargs=(),
