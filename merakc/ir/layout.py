@@ -129,10 +129,10 @@ def _parse_dim(text: str) -> tuple[DimFactor, ...]:
 
 
 def _parse_factor(text: str) -> DimFactor:
-    size, at, on = text.partition("@")
-    if at and not text.startswith("("):
-        return DimFactor(int(size), True, on=int(on))
     if not text.startswith("("):
+        whole, at, on = text.partition("@")
+        if at:
+            return DimFactor(int(whole), True, on=int(on))
         return DimFactor(int(text.rstrip("*")), text.endswith("*"))
     segments = tuple(map(_parse_dim, _outside_brackets(text[1:-1], "+")))
     size = sum(math.prod(f.size for f in s) for s in segments)

@@ -73,8 +73,8 @@ class Turn:
         region = call.forward
         if not isinstance(region, Region):
             raise NotATurnError(
-                call.source, f"'{call.module}' runs as it is, since {call.reason}: loop over all "
-                "experts, whether or not they have rows"
+                call.source, f"'{call.module}' runs as it is, since {call.reason}; if it is a "
+                "loop over experts, let it run over all, whether or not they have rows"
             )  # fmt: skip
         names: dict[Ref, Ref] = dict(zip(region.inputs, self.node.args[0], strict=True))
 
