@@ -85,8 +85,8 @@ class LoopWriter:
         name, source = f"{self.last.name}.{what}", like or self.last
         outputs = spec if isinstance(spec, list) else [spec]
         outs = tuple(o and TensorSpec(tuple(o[0]), o[1]) for o in outputs)
-        about: dict[str, Any] = {"module": source.module, "source": source.source, "grad": source.grad}
-        node = Node(name, op, args, kwargs, outs, **about)
+        about = source.module, source.source, source.grad
+        node = Node(name, op, args, kwargs, outs, *about)
         self.nodes.append(node)
         self.specs |= {Ref(name, k): o for k, o in enumerate(outs) if o is not None}
         return Ref(name)

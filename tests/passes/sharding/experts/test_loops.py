@@ -118,7 +118,7 @@ OTHERS: list[tuple[Form, dict[str, Any], str]] = [
     (_several_at_once, {}, "two experts may have the same row"),
     (_last_wins, {}, "what the last one writes"),
     (_rows_perhaps_twice, {}, "one expert has twice"),
-    (_one_after_the_other, {}, "two experts may have the same row"),
+    (_one_after_the_other, {}, "'clone' and what the other experts read there"),
     (_by_all_rows, {}, "aten.sum.default"),
     (added, {"between": lambda x: x - x.mean(0)}, "aten.mean.dim"),
     (added, {"between": lambda x: x.softmax(0)}, "aten.softmax.int is not known to compute each"),
