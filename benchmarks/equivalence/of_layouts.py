@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.equivalence.cells import BATCH_SIZE, BOUND, Cell, conclude, grid, run_cell
+from benchmarks.expert_loops import EXPERT_LOOPS
 from benchmarks.harness import DocPath, JsonPath, markdown, rich_table, tracked
 from benchmarks.layouts import Difference, Task, train_layout, train_twice, worst_difference
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
@@ -35,7 +36,7 @@ from merakc.passes.sharding.sequences import heads
 
 # (dp, tp, pp)
 LAYOUTS = "1,1,1;2,1,1;1,2,1;1,1,2;1,1,4;2,2,1;1,2,2;2,1,2;2,2,2"
-CASES = {**ZOO, **MODELS}
+CASES = {**ZOO, **MODELS, **EXPERT_LOOPS}
 MICRO_BATCHES = 4
 STEPS = 3
 CAST_BOUND = 1e-5  # float32 has seven digits, and four layers of sums lose two

@@ -80,6 +80,7 @@ WRITTEN_OTHERWISE = {
     "aten.scaled_dot_product_attention.default": "_attention",
     "aten.index_put.default": "_put",
     "aten.index_put_.default": "_put_",
+    "aten.bincount.default": "_bincount",
 }
 # Calls that give what they are given: a tensor made of numbers, one without a history.
 LIFTED, DETACHED = "aten.lift_fresh.default", "aten.detach_.default"

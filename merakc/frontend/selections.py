@@ -17,12 +17,14 @@ from torch import Tensor
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import RESHAPE, Asking
 from merakc.frontend.calls.normalise import filled
+from merakc.frontend.calls.places import counted, size_of_places
 from merakc.frontend.values.reads import read_refs
 from merakc.frontend.values.symbols import is_symbolic
 from merakc.ir.graph import Ref, map_refs
 
 NONZERO = "aten.nonzero.default"
 INDEX = "aten.index.Tensor"
+BINCOUNT = torch.ops.aten.bincount.default
 PUT, PUT_ = torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
 # Calls that pass places on, of which there are as many behind them.
 PASSED = frozenset(
@@ -137,6 +139,16 @@ class Selecting(Asking):  # type: ignore[no-untyped-call]
                 return None
             mask, values = parts
             return torch.where(mask, x + values if accumulate else values, x)
+
+    def _bincount(self, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        """How often each number is there: as many counts as `minlength` of places that are less."""
+        inputs = {i.name: i for i in self.inputs}
+        size = size_of_places(self._ref(x), {n.name: n for n in self.nodes}, inputs)
+        if weights is not None or size is None or size > minlength or x.dim() != 1:
+            given: Tensor = self._call(BINCOUNT, (x, weights, minlength), {})
+            return given
+        with self:
+            return counted(x, minlength)
 
     def _mask_of(self, index: Tensor | None) -> Tensor | None:
         """The mask whose places an index holds, all of them in their order."""

@@ -4,7 +4,8 @@ A dim is a product of factors, outermost first: GPT-2's packed `c_attn` weight `
 dims `768` and `3 12* 64`, and the star says that the factor of 12 heads is split over tp. A rank
 holds, of each split factor, the same block that `torch.tensor_split` would give it, so sizes need
 not divide evenly. A factor may be a row of segments that are split each on its own: Phi-3's packed
-projection of 32 query and twice 8 key heads has the dim `(32*·96+8*·96+8*·96)`.
+projection of 32 query and twice 8 key heads has the dim `(32*·96+8*·96+8*·96)`. Or one rank holds
+all of it, and the others nothing: the parameter of one expert, on rank 1, has the dim `256@1`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ import torch
 class DimFactor:
     """One factor of a dim: its full size, and whether it is split over tp.
 
-    With `segments`, it is their concatenation, each a product of factors of its own.
+    With `segments`, it is their concatenation, each a product of factors of its own. One that is
+    split may be whole `on` one rank.
     """
 
     size: int
     split: bool = False
     segments: tuple[tuple[DimFactor, ...], ...] = ()
+    on: int | None = None
 
     def bounds(self, tp: int, rank: int) -> tuple[int, int]:
         """The half-open block of this factor that tp rank `rank` holds."""
         assert not self.segments, "segments have no common bounds"
+        if self.on is not None:
+            return 0, self.size if rank == self.on else 0
         return block_bounds(self.size, tp, rank) if self.split else (0, self.size)
 
     def index(self, tp: int, rank: int) -> torch.Tensor:
@@ -52,6 +57,8 @@ class DimFactor:
     def __str__(self) -> str:
         if self.segments:
             return "(" + "+".join(map(_dim_text, self.segments)) + ")"
+        if self.on is not None:
+            return f"{self.size}@{self.on}"
         return f"{self.size}{'*' if self.split else ''}"
 
 
@@ -130,6 +137,9 @@ def _parse_dim(text: str) -> tuple[DimFactor, ...]:
 
 def _parse_factor(text: str) -> DimFactor:
     if not text.startswith("("):
+        whole, at, on = text.partition("@")
+        if at:
+            return DimFactor(int(whole), True, on=int(on))
         return DimFactor(int(text.rstrip("*")), text.endswith("*"))
     segments = tuple(map(_parse_dim, _outside_brackets(text[1:-1], "+")))
     size = sum(math.prod(f.size for f in s) for s in segments)

@@ -249,6 +249,9 @@ def _layouts(plan: Values) -> Iterator[str]:
         try:
             found = parse_layout(text)
             good = str(found) == text and found.is_split and min(found.shape, default=1) >= 1
+            good = good and all(
+                0 <= f.on < plan["cp"] for dim in found.dims for f in dim if f.on is not None
+            )
         except (ValueError, RecursionError):
             good = False
         if not good:

@@ -44,6 +44,7 @@ from merakc.passes.recompute.blocks import by_layers, find_blocks, in_place
 from merakc.passes.recompute.segments import recomputed
 from merakc.passes.running import Kind, Pass, run_passes, unwatched
 from merakc.passes.sharding.experts.dispatch import without_rows
+from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.passes.sharding.experts.sorted_forms import with_sorted_forms
 from merakc.passes.sharding.gather_products import gather_all, gather_products
 from merakc.passes.sharding.separate_heads import separate_heads
@@ -205,14 +206,12 @@ def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tup
 
 # Of every recording of the forward, for any number of samples.
 RECORDED: Final = (
-    Pass(
-        "roll-loops", "Takes loops over equal calls together in one.",
-        Kind.RECORDED, Kind.RECORDED, rolled,
-    ),
-    Pass(
-        "constant-masks", "Takes out masks that hold for every batch of these shapes.",
-        Kind.RECORDED, Kind.RECORDED, with_known_masks,
-    ),
+    Pass("roll-loops", "Takes loops over equal calls together in one.",
+         Kind.RECORDED, Kind.RECORDED, rolled),
+    Pass("sorted-loops", "Takes loops over experts together: rows are sorted by their expert.",
+         Kind.RECORDED, Kind.RECORDED, with_sorted_loops),
+    Pass("constant-masks", "Takes out masks that hold for every batch of these shapes.",
+         Kind.RECORDED, Kind.RECORDED, with_known_masks),
 )  # fmt: skip
 # Of the recording of a part, which `in_parts` takes with what is found of the whole batch.
 KEYED: Final = (

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import merakc
+from benchmarks.expert_loops import EXPERT_LOOPS
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
@@ -37,8 +38,8 @@ CASES: list[tuple[str, Mesh, ShardsGiven | None]] = [
 @cache
 def reference(model: str) -> Reference:
     return train_reference(
-        {**ZOO, **MODELS}[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=STEPS,
-        lift_casts=True,
+        {**ZOO, **MODELS, **EXPERT_LOOPS}[model], batch_size=BATCH_SIZE,
+        micro_batches=MICRO_BATCHES, steps=STEPS, lift_casts=True,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import merakc
+from benchmarks.expert_loops import EXPERT_LOOPS
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
@@ -20,11 +21,13 @@ from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS, reference
 from tests.passes.sharding.experts.test_sorted_forms import Other
 
-EVERY = {**ZOO, **MODELS}
+EVERY = {**ZOO, **MODELS, **EXPERT_LOOPS}
 CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("mixtral", Mesh(cp=2, pp=2, experts=True), {"recompute": "full"}),
     ("mixtral", Mesh(cp=2, experts=True), {"offload": "activations", "recompute": "none"}),
     ("gpt_oss", Mesh(cp=2, experts=True), {"recompute": "selective", "overlap": 2}),
+    ("loop_uneven", Mesh(cp=4, experts=True), {}),
+    ("loop_capacity", Mesh(2, cp=2, experts=True), {"recompute": "full"}),
 ]
 
 
@@ -42,9 +45,9 @@ def test_training_equals_one_process(model: str, mesh: Mesh, options: dict[str, 
 Figures = list[tuple[float, float]]
 
 
-def _goes_on(folder: Path, options: dict[str, Any], steps: range) -> Figures:
+def _goes_on(name: str, folder: Path, options: dict[str, Any], steps: range) -> Figures:
     """Losses and norms of some steps, from what is in the folder; which holds what they leave."""
-    case = MODELS["mixtral"]
+    case = EVERY[name]
     with lifted_casts():
         model, batch = case.model(torch.float64), case.batch(BATCH_SIZE, torch.float64)
         if options:
@@ -67,13 +70,15 @@ def _goes_on(folder: Path, options: dict[str, Any], steps: range) -> Figures:
     return found
 
 
-def test_a_checkpoint_goes_on_with_other_ranks_of_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mixtral", "loop_index_add"])
+def test_a_checkpoint_goes_on_with_other_ranks_of_experts(tmp_path: Path, name: str) -> None:
     """And weights are clipped by the norm of all experts."""
-    wanted = _goes_on(tmp_path, {}, range(4))
+    wanted = _goes_on(name, tmp_path, {}, range(4))
     given = {"ep": 2, "expert_load": (4, 1, 1, 1)}
-    assert run_ranks(2, _goes_on, tmp_path, given, range(2))[0][1] == pytest.approx(wanted[1])
+    found = run_ranks(2, _goes_on, name, tmp_path, given, range(2))[0]
+    assert found[1] == pytest.approx(wanted[1])
     for ranks, options in ((4, {"ep": 4}), (2, {"tp": 2})):
-        found = run_ranks(ranks, _goes_on, tmp_path, options, range(2, 4))[0]
+        found = run_ranks(ranks, _goes_on, name, tmp_path, options, range(2, 4))[0]
         for own, other in zip(found, wanted[2:], strict=True):
             assert own == pytest.approx(other, rel=1e-10)
 

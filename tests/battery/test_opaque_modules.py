@@ -27,7 +27,9 @@ SCRAMBLE = 1e3  # with it every branch is taken in every step
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert: how many go to which is not known before."""
+    """Each token goes to two experts, by a mask for each: a row may be of several, so that the loop
+    is not known to be rows in another order. How many go to which is not known before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +38,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         flat = x.flatten(0, -2)
-        weights, chosen = self.router(flat).softmax(-1).max(-1)
+        weights = self.router(flat).softmax(-1)
+        chosen = weights.topk(2).indices
         out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
-            (rows,) = torch.where(chosen == number)
-            out.index_add_(0, rows, expert(flat[rows]) * weights[rows, None])
-        return out.view_as(x), {"load": weights.mean()}
+            (rows,) = torch.where((chosen == number).any(-1))
+            out.index_add_(0, rows, expert(flat[rows]) * weights[rows, number, None])
+        return out.view_as(x), {"load": weights.amax(-1).mean()}
 
 
 class Branching(nn.Module):

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from merakc.ir.layout import DimFactor, Layout, block_bounds, parse_layout
 
-FACTORS = st.builds(DimFactor, st.integers(1, 6), st.booleans())
+FACTORS = st.builds(DimFactor, st.integers(1, 6), st.booleans()) | st.builds(
+    lambda size: DimFactor(size, True, on=0), st.integers(1, 6)
+)
 DIMS = st.lists(FACTORS, min_size=1, max_size=3).map(tuple)
 LAYOUTS = st.builds(Layout, st.lists(DIMS, max_size=3).map(tuple)).filter(
     lambda layout: math.prod(layout.shape) <= 2000
@@ -44,6 +46,12 @@ def test_every_element_has_one_holder(layout: Layout, tp: int) -> None:
     full = _numbered(layout.shape)
     held = torch.cat([layout.take(full, tp, rank).reshape(-1) for rank in range(tp)])
     assert torch.equal(held.sort().values, full.reshape(-1))
+
+
+def test_a_factor_may_be_whole_on_one_rank() -> None:
+    layout = parse_layout("4@1 x 3")
+    assert [layout.local_shape(3, rank) for rank in range(3)] == [(0, 3), (4, 3), (0, 3)]
+    assert (str(layout), layout.is_split, layout.shape) == ("4@1 x 3", True, (4, 3))
 
 
 @given(LAYOUTS)

@@ -195,6 +195,9 @@ class SpmdPartitioner(ExpertWriter):
         if node.name in self.dispatched:
             self.write_dispatched(node, self.dispatched[node.name])
             return
+        if self.is_stack(node):
+            self.write_stack(node)
+            return
         if node.op == GATHERED and self.axis == "tp":
             self.gather(node)
             return

@@ -17,12 +17,13 @@ from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.ops import STARTS
-from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.dims import Dims, given
 from merakc.passes.sharding.experts.blocks import Experts
 from merakc.passes.sharding.factors import leaves
 from merakc.passes.sharding.layouts import Dispatched, Sharding
 
 Rule = Callable[[Node], Dims]
+STACK = "aten.stack.default"
 SLICED = "aten.slice_backward.default"
 EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
 
@@ -98,23 +99,42 @@ def _layouts_of(
     """The layouts of weights with a matrix for each expert, and of what they are made of."""
     experts = leaves(dims.of[ref][0])
     inputs = {Ref(i.name): i for i in dims.graph.inputs}
+
+    def is_parameter(ref: Ref) -> bool:
+        return ref in inputs and inputs[ref].kind is InputKind.PARAMETER
+
     while True:
         at = [k for k, dim in enumerate(dims.of[ref]) if leaves(dim) == experts]
         maker = makers.get(ref.node)
-        if len(at) != 1 or (maker is not None and len(maker.refs) != 1):
+        is_stack = maker is not None and maker.op == STACK and given(maker, "dim") == 0
+        if len(at) != 1 or not (maker is None or len(maker.refs) == 1 or is_stack):
             break
-        if maker is not None and any(
-            f.blocked or f.segments for f in leaves(rule(maker).of[Ref("node", ref.index)][at[0]])
+        if is_stack and at != [0]:
+            break
+        if (
+            maker is not None
+            and not is_stack
+            and any(
+                f.blocked or f.segments
+                for f in leaves(rule(maker).of[Ref("node", ref.index)][at[0]])
+            )
         ):
             break  # it goes along the experts, as flip and cumsum do
         shape = dims.shapes[ref]
         if shape[at[0]] < ranks:
             raise ShardError(f"ep={ranks}: there are {shape[at[0]]} experts; use as many at most")
-        yield ref, Layout(tuple((DimFactor(n, k == at[0]),) for k, n in enumerate(shape)))
+        own = Layout(tuple((DimFactor(n, k == at[0]),) for k, n in enumerate(shape)))
+        yield ref, own
         if maker is None:
-            if inputs[ref].kind is InputKind.PARAMETER:
+            if is_parameter(ref):
                 return
             break
+        if is_stack:
+            of = maker.args[0]
+            if len({*of}) < len(of) or not all(is_parameter(r) for r in of):
+                break
+            yield from _apart(of, dims, own, ranks)
+            return
         ref = maker.refs[0]
     source = makers[ref.node].source if ref.node in makers else ref.node
     raise ShardError(
@@ -134,6 +154,19 @@ def _most(load: Sequence[float], experts: Sequence[int], at: Node) -> float:
         )
     ends = accumulate(experts, initial=0)
     return max(sum(load[a:b]) for a, b in pairwise(ends))
+
+
+def _apart(
+    refs: Collection[Ref], dims: Dims, own: Layout, ranks: int
+) -> Iterator[tuple[Ref, Layout]]:
+    """The layouts of each expert's own parameters, of which `own` is that of the stack: each is
+    whole on the rank that has its expert.
+    """
+    homes = [rank for rank in range(ranks) for _ in range(own.local_shape(ranks, rank)[0])]
+    for ref, home in zip(refs, homes, strict=True):
+        first, *others = dims.shapes[ref]
+        factors = ((DimFactor(n),) for n in others)
+        yield ref, Layout(((DimFactor(first, True, on=home),), *factors))
 
 
 def _rows(sizes: Collection[int], least: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.passes.sharding.layouts import Dispatched, Sharding
 
+STACK = "aten.stack.default"
+
 
 class ExpertWriter:
     """What `merakc.passes.sharding.spmd.SpmdPartitioner` writes of experts."""
@@ -59,6 +61,34 @@ class ExpertWriter:
                 replace(node, name=name, op=op, args=args, kwargs=(), outputs=(spec,))
             )
             self.now[Ref(node.name)] = Ref(name)
+
+    def is_stack(self, node: Node) -> bool:
+        """Whether a node stacks parameters of which each is whole on one rank."""
+        if node.op != STACK:
+            return False
+        layouts = [self.whole.layouts[ref] for ref in node.args[0]]
+        return all(lay.dims and lay.dims[0][0].on is not None for lay in layouts)
+
+    def write_stack(self, node: Node) -> None:
+        """Adds the stack of this rank's own: all ranks make the same calls, of others' parameters
+        with nothing.
+        """
+        parts = []
+        for k, ref in enumerate(node.args[0]):
+            spec, full = self.local_spec(ref), self.specs[ref].shape
+            shape = (int(spec.shape[0] > 0), *full)
+            name = f"{node.name}.{k}.own"
+            args: tuple[Any, ...] = (self.enter(ref), shape)
+            made = TensorSpec(shape, spec.dtype)
+            self.nodes.append(
+                replace(node, name=name, op="aten.reshape.default", args=args, kwargs=(),
+                        outputs=(made,))
+            )  # fmt: skip
+            parts.append(Ref(name))
+        args, spec = (tuple(parts), 0), self.local_spec(Ref(node.name))
+        self.nodes.append(
+            replace(node, op="aten.cat.default", args=args, kwargs=(), outputs=(spec,))
+        )
 
     def at_experts(self, ref: Ref, home: Dispatched) -> Ref:
         """A value as the experts' ranks read it."""

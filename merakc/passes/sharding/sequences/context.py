@@ -29,6 +29,7 @@ from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.experts.blocks import Experts, find_experts, in_the_way
 from merakc.passes.sharding.experts.dispatch import dispatched
 from merakc.passes.sharding.experts.ends import GROUPED
+from merakc.passes.sharding.experts.refusals import nearest
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
@@ -106,7 +107,7 @@ def _with_experts(problem: ContextProblem, sharding: Sharding, load: Sequence[fl
     if not every:
         raise ShardError(
             f"ep={sharding.tp}: no experts are found (products of groups of rows, sorted by "
-            "expert); use ep=1"
+            f"expert, or a loop over experts){nearest(graph)}; use ep=1"
         )
     return replace(sharding, layouts=layouts, sequences=tuple(sequences))
 

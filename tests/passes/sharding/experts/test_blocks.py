@@ -31,6 +31,9 @@ BLOCKS: dict[str, dict[str, Part]] = {
             .int()
         )
     },
+    "counted by bincount": {
+        "ends": lambda ids: torch.bincount(ids, minlength=EXPERTS).cumsum(0).int()
+    },
     "masked by number": {
         "between": lambda m, made, ids: made.masked_fill((ids >= EXPERTS).unsqueeze(-1), 0.0)
     },

@@ -12,9 +12,11 @@ import torch
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, without_rows
+from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.passes.sharding.sequences.gradient_sums import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
+from tests.passes.sharding.experts import looped
 from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, ends_of, graph_of
 
 
@@ -67,6 +69,30 @@ def test_experts_that_cannot_be_apart_are_refused(parts: Any, said: str) -> None
     with pytest.raises(ShardError, match=said) as error:
         _locals(**parts)
     assert re.search("use ep=1", str(error.value))
+
+
+def test_parameters_of_an_expert_are_whole_on_the_rank_that_has_it() -> None:
+    graph = with_sorted_loops(looped.graph_of(looped.added))
+    sharding = shard(graph, 1, cp=2, expert_parallel=True)
+    splits = sharding.splits(graph)
+    assert splits.keys() == {f"experts.{k}.{p}.weight" for k in range(5) for p in ("up", "down")}
+    for k, home in enumerate((0, 0, 0, 1, 1)):
+        assert str(splits[f"experts.{k}.up.weight"]) == f"{2 * H}@{home} x {H}"
+    for rank in range(2):
+        local = spmd_partition(graph, sharding, rank)
+        local.verify()
+        specs = local.specs()
+        assert [specs[Ref(f"experts.{k}.down.weight")].shape[0] for k in range(5)] == [
+            H * (home == rank) for home in (0, 0, 0, 1, 1)
+        ]
+        weights = [n for n in local.nodes if n.op == "merakc.grouped_mm.default"]
+        assert [specs[n.args[1]].shape[0] for n in weights] == [(3, 2)[rank]] * 2
+
+
+def test_a_stack_of_what_is_computed_of_parameters_is_refused() -> None:
+    up = torch.stack
+    with pytest.raises(ShardError, match=r"made at .*test_dispatch.* of more than one param"):
+        _locals(up=lambda m: up([*m.up.unbind(0)]))
 
 
 def test_weights_are_gathered_in_one_order_on_all_ranks() -> None:
