@@ -426,6 +426,27 @@ def test_terms_may_be_added_to_the_models_own_loss(options: dict[str, Any]) -> N
     assert_close(found[0][1], state)
 
 
+class Noting(Regularised):
+    """Notes something in Python, as BERT does: no forward by itself is like that of a step."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """As the others'."""
+        self.kind = "classes"
+        return super().forward(x, labels)
+
+
+@pytest.mark.filterwarnings("ignore:a loss is made of outputs of a call of which a step is taken")
+def test_a_further_loss_is_known_behind_its_step() -> None:
+    batch = {"x": X, "labels": Y}
+    model = merakc.auto_parallel(build(Noting), batch, cluster=NOMINAL_CPU)
+    loss = F.cross_entropy(
+        model(**batch)["logits"], Y, weight=torch.tensor([0.2, 0.3, 0.5]).double()
+    )
+    scaled = loss / 2  # as accelerate does
+    scaled.backward()
+    assert loss.detach().item() == pytest.approx(2 * scaled.item(), rel=1e-12)
+
+
 def test_that_a_second_step_is_taken_is_told() -> None:
     with pytest.warns(MerakWarning, match="one more is taken"):
         with_terms({"dp": 1}, 0.0)
