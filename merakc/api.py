@@ -124,7 +124,7 @@ def auto_parallel(
         ep: the same, with the experts of mixtures shared among them.
         expert_load: how many tokens each expert gets, as predictions have it; if empty, all alike.
         pp: pipeline ranks.
-        micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
+        micro_batches: the parts of a dp rank's batch; fewer for others that do not divide.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
         recompute: "none", "full" (every layer, in its own backward), "selective" (but not products
             with weights), what a rank may hold ("40 GiB"), a share of what it holds without (0.5),
@@ -324,7 +324,8 @@ def _build(
     steps = Steps(
         model, lowered, file, placements, groups, made.device, state=state, seed=seed,
         sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
-        follows=made.fit.request.micro_batches is None, compared=made.compared,
+        follows=made.fit.request.micro_batches is None or plan.couplings == WHOLE_BATCH,
+        compared=made.compared,
         fast=[tensor_specs(*made.example)],
     )  # fmt: skip
     layout = steps.layout(*made.example)

@@ -83,7 +83,7 @@ class Steps:
     loss_scale: LossScale = field(default_factory=lambda: LossScale(False, 1.0))
     fuser: Fuser | None = None  # where graphs become kernels of their own
     kept: KeptMemory | None = None  # on a CPU
-    follows: bool = False  # whether the number of micro-batches is ours to choose
+    follows: bool = False  # whether batches that do not divide may be in fewer micro-batches
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     same: Same = field(default_factory=Same)  # what steps keep alike
     fast: list[TensorSpecs] = field(default_factory=list)  # batches whose products oneDNN makes
