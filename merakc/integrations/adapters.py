@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.nn.utils.stateless import _reparametrize_module
+
 from merakc.errors import ConfigError
 from merakc.runtime.groups import from_rank_0
 from merakc.train.model import ParallelModel
@@ -23,4 +25,9 @@ def save_adapters(folder: str | Path, model: Any, **options: Any) -> None:
         )
     whole = model.full_state_dict()
     source: Any = model._own("_steps").source  # peft's model, as auto_parallel was given it
-    from_rank_0(lambda: source.save_pretrained(str(folder), state_dict=whole, **options))
+
+    def save() -> None:
+        with _reparametrize_module(source, whole):  # prompts are read of the model
+            source.save_pretrained(str(folder), state_dict=whole, **options)
+
+    from_rank_0(save)

@@ -56,7 +56,8 @@ def _parts(sizes: Sequence[int], plan: Plan, *, follows: bool) -> int:
     if not all(sizes):
         raise ConfigError(
             f"the data-parallel ranks are given batches of {list(sizes)} samples; each needs one "
-            "at least: leave the batch out, as merakc.dataloader(..., drop_last=True) does"
+            "at least: leave the batch out, as merakc.dataloader(..., drop_last=True) does, or "
+            "choose a batch size that leaves a sample for each rank in the last"
         )
     most, common = plan.micro_batches, math.gcd(*sizes)
     if not follows:

@@ -378,12 +378,12 @@ def part_at(mirror: nn.Module, path: str) -> nn.Module:
 
 
 def _has_setting(source: nn.Module, name: str) -> bool:
-    """Whether a module has an attribute of its own that is no module, and none of its methods."""
-    return (
-        name not in _OF_MODULES
-        and name in vars(source)
-        and not isinstance(vars(source)[name], (nn.Module, MethodType))
-    )
+    """Whether a module has an attribute of its own that is none, nor a method of one with state."""
+    found = vars(source).get(name)
+    of = found.__self__ if isinstance(found, MethodType) else None
+    reads = isinstance(of, nn.Module) and [*of.parameters(), *of.buffers()]
+    own = name in vars(source) and name not in _OF_MODULES
+    return own and not (isinstance(found, nn.Module) or reads)
 
 
 def _shown(name: str, tensor: torch.Tensor | None) -> str:

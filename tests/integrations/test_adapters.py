@@ -80,6 +80,24 @@ def test_files_and_texts_are_those_of_one_process(layout: dict[str, Any], tmp_pa
     torch.testing.assert_close(merged(**BATCH).loss, wanted(**BATCH).loss)
 
 
+def prompted() -> Any:
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return peft.get_peft_model(base(), config)
+
+
+def save_prompts(folder: Path) -> None:
+    save_adapters(folder, merakc.auto_parallel(prompted(), BATCH, cluster=NOMINAL_CPU, dp=1, tp=2))
+
+
+def test_prompts_are_saved(tmp_path: Path) -> None:
+    run_ranks(2, save_prompts, tmp_path)
+    wanted = peft.get_peft_model_state_dict(prompted())
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without adapters of peft; give the model"):
         save_adapters(tmp_path, base())

@@ -214,6 +214,33 @@ class Tagged(Inner):
         self.tags.append(tag)
 
 
+class Counted(Tagged):
+    """With methods as attributes, and something that is saved beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measure, self.reads = nn.MSELoss().forward, self.scaled
+        self.count = 3
+
+    def get_extra_state(self) -> int:
+        """For state dicts."""
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        """From state dicts."""
+        self.count = state
+
+
+def test_methods_may_be_attributes_and_more_than_tensors_is_saved() -> None:
+    model = merakc.auto_parallel(Counted().double(), made()[2], cluster=NOMINAL_CPU)
+    assert model.measure(torch.ones(2), torch.zeros(2)) == 1
+    with pytest.raises((AttributeError, ConfigError)):
+        model.reads()
+    found = model.full_state_dict()
+    assert found.keys() == Counted().state_dict().keys()
+    assert found["_extra_state"] == 3
+
+
 def test_what_a_class_has_and_its_object_sets_is_read_as_set() -> None:
     model = merakc.auto_parallel(Tagged().double(), made()[2], cluster=NOMINAL_CPU)
     assert model.tags is None

@@ -148,8 +148,8 @@ class Forwards(Mirror):
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
-        names = steps.source.state_dict().keys()
-        return {name: full[name].detach() for name in names}
+        own = steps.source.state_dict()  # with what modules keep beside tensors
+        return {n: full[n].detach() if n in full else value for n, value in own.items()}
 
     def full_gradients(self) -> Tensors:
         """All gradients under the parameters' names, on the CPU of rank 0; {} elsewhere.
