@@ -257,7 +257,7 @@ def plan_here(job: Job, *, neighbours: bool) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         source = _source(job, Path(folder))
         offers = Offers(
-            lambda sequence: load_source(source, sequence),
+            lambda sequence: load_source(source, None if ":" in source else sequence),
             Request(0, 0, precision=parse_precision("bf16-mixed")),
             lambda name, ranks: machines(name, "bfloat16", ranks),
         )

@@ -85,7 +85,7 @@ def search_here(case: Case) -> dict[str, object]:
     torch.set_num_threads(1)
     cluster = machines(case.cluster, "bfloat16", case.ranks)
     request = Request(case.ranks, 0, precision=parse_precision("bf16-mixed"))
-    source = load_source(case.source, case.sequence)
+    source = load_source(case.source, case.sequence or None)
     lowered, _ = plan_offline(source, request, case.batch_size, cluster)
     with tempfile.TemporaryDirectory() as folder:
         PlanFile(lowered.plan, lowered.prediction).save(Path(folder) / "plan.json")

@@ -112,7 +112,7 @@ class GraphBuilder:
         for path, leaf in leaves:
             name = pytree.keystr(path).strip("[]'.") or "output"
             if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
-                is_plain = isinstance(leaf, PLAIN)
+                is_plain = leaf is None or isinstance(leaf, PLAIN)
                 names.append(leaf if is_plain else Absent(name, type(leaf).__name__))
                 continue
             if not isinstance(leaf, torch.Tensor):

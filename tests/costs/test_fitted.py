@@ -48,7 +48,7 @@ def test_factors_are_what_steps_took_against_formulas(split: bool, stretch: floa
     assert found == pytest.approx((1.5, 0.8, 3.0, 2.0))
     assert [fit.kind for fit in fits] == ["forward", "backward", "collectives", "optimizer"]
     assert fits[0].modelled_s == pytest.approx(4 * 0.03)
-    assert "3 measured steps of 1 runs" in factors.source
+    assert "3 measured steps of 1 run:" in factors.source
 
 
 def test_factors_correct_those_that_there_were() -> None:
