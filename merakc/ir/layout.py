@@ -177,6 +177,12 @@ def _order(dim: tuple[DimFactor, ...], tp: int) -> tuple[tuple[int, ...], torch.
     return tuple(map(len, index)), None if is_own else order
 
 
+def block_sums(values: Sequence[float], parts: int) -> list[float]:
+    """The sum of the values in each block of as many as `block_bounds` gives."""
+    bounds = (block_bounds(len(values), parts, k) for k in range(parts))
+    return [sum(values[start:end]) for start, end in bounds]
+
+
 def block_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """The block of `range(size)` that `torch.tensor_split` gives part `index` of `parts`."""
     small, extra = divmod(size, parts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from merakc.files.printable import count_of
-from merakc.ir.layout import block_bounds
+from merakc.ir.layout import block_sums
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.report import CutReport
@@ -56,8 +56,7 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
 
 def _load(plan: Plan) -> str:
     """What the ranks of experts get, where it is not as much each."""
-    load, ranks = plan.expert_load, range(plan.cp)
-    shares = [sum(load[slice(*block_bounds(len(load), plan.cp, rank))]) for rank in ranks]
+    shares = block_sums(plan.expert_load, plan.cp)
     return f"{max(shares):.0%} to one of {plan.cp} ranks of experts, {min(shares):.0%} to another"
 
 

@@ -136,10 +136,11 @@ def keys_of_one(optimizer: Optimizer, shape: tuple[int, ...]) -> set[str]:
     """
     if shape:
         return set()
-    groups = [[nn.Parameter(torch.ones(1))] for _ in optimizer.param_groups]
+    device = _parameters(optimizer)[0].device
+    groups = [[nn.Parameter(torch.ones(1, device=device))] for _ in optimizer.param_groups]
     made = copied(optimizer, groups)
     for parameter in (p for group in groups for p in group):
-        parameter.grad = torch.ones(1)
+        parameter.grad = torch.ones_like(parameter)
     with torch.random.fork_rng(devices=[]):
         made.step()
     return {

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
-from merakc.ir.layout import DimFactor, Layout
+from merakc.ir.layout import DimFactor, Layout, block_sums
 from merakc.kernels.ops import STARTS
 from merakc.passes.sharding.dims import Dims, given
 from merakc.passes.sharding.experts.blocks import Experts
@@ -152,8 +151,7 @@ def _most(load: Sequence[float], experts: Sequence[int], at: Node) -> float:
             f"expert_load has the shares of {len(load)} experts, and the mixture at {at.source} "
             f"has {sum(experts)}; give as many"
         )
-    ends = accumulate(experts, initial=0)
-    return max(sum(load[a:b]) for a, b in pairwise(ends))
+    return max(block_sums(load, len(experts)))
 
 
 def _apart(
