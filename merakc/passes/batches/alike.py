@@ -19,7 +19,7 @@ class OtherPathError(RecordError):
 
 
 # Calls of torch's that are other ops for many samples, and what to give them.
-REMEDIES = {
+WAYS = {
     "aten._cdist_forward.default": ", as torch.cdist does where it is given no compute_mode "
     "('use_mm_for_euclid_dist', or 'donot_use_mm_for_euclid_dist')"
 }
@@ -87,7 +87,7 @@ def _other_path(node: Node, samples: int, total: int) -> RecordError:
     return OtherPathError(
         f"{node.source}: for a part of {samples} samples the forward does something else than for "
         f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
-        f"samples one by one, or asks for their number{REMEDIES.get(node.op, '')}; compute over all "
+        f"samples one by one, or asks for their number{WAYS.get(node.op, '')}; compute over all "
         "samples at once, or train with dp=1 and micro_batches=1"
     )
 
