@@ -50,20 +50,20 @@ class PieceTable:
     couples: bool = False
     _splits: dict[tuple[int, bool], Mapping[str, Layout]] = field(default_factory=dict)
     _gathered: dict[tuple[int, bool], bool] = field(default_factory=dict)
-    _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
+    _ends: dict[tuple[Form, int], tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
     _short: dict[int, tuple[Graph, tuple[int, ...]]] = field(default_factory=dict)
     _known: dict[tuple[Form, int], tuple[Piece, ...]] = field(default_factory=dict)
 
     def on(self, cluster: Cluster) -> PieceTable:
         """The table for other machines: this one where they split the model alike."""
-        forms = {*self._ends, *self.refused}
+        forms = {*self.forms, *self.refused}
         same = all(_near(self.cluster, tp) == _near(cluster, tp) for tp, *_ in forms)
         return self if same else PieceTable(self.record, cluster, _short=self._short)
 
     @property
     def forms(self) -> list[Form]:
         """The forms that were cut."""
-        return list(self._ends)
+        return list(dict.fromkeys(form for form, _ in self._ends))
 
     @property
     def experts(self) -> int:
@@ -87,14 +87,25 @@ class PieceTable:
 
     def can_scale(self, form: Form) -> bool:
         """Whether two recordings say of all numbers of samples, so that no other is needed."""
-        self.pieces(form, 1)
-        return scaled(self._ends[form], 1) is not None
+        samples = form.cp if form.expert_parallel else 1
+        self.pieces(form, samples)
+        return self._follow(form, samples) is not None
 
     def _make(self, form: Form, samples: int) -> tuple[Piece, ...]:
-        if form not in self._ends:
-            self._ends[form] = tuple(self._recorded(form, n) for n in SAMPLES)
-        pieces = scaled(self._ends[form], samples)
+        pieces = self._follow(form, samples)
         return self._recorded(form, samples) if pieces is None else pieces
+
+    def _follow(self, form: Form, samples: int) -> tuple[Piece, ...] | None:
+        """The pieces by those of two recordings that are split like them: ranks of experts share
+        the samples where these divide, else the sequences of each. None where none follow.
+        """
+        shared = form.cp if form.expert_parallel else 1
+        unit = shared if samples % shared == 0 else 1
+        if unit < shared and any(n % shared == 0 for n in SAMPLES):
+            return None
+        if (form, unit) not in self._ends:
+            self._ends[form, unit] = tuple(self._recorded(form, n * unit) for n in SAMPLES)
+        return scaled(self._ends[form, unit], samples // unit)
 
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
         short, counts = self._shortened(samples)

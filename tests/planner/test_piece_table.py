@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import groupby
 
@@ -37,28 +38,45 @@ def llama(samples: int) -> Recording:
     return one_of_several(model, {"input_ids": ids, "labels": ids})
 
 
+@cache
+def mixtral(samples: int) -> Recording:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=8, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    ids = torch.zeros(samples, 64, dtype=torch.long)
+    return one_of_several(model, {"input_ids": ids, "labels": ids})
+
+
 @pytest.mark.parametrize(
-    ("form", "samples"),
+    ("record", "form", "samples"),
     [
-        (Form(1), 5),
-        (Form(2), 2),
-        (Form(2, sequence_parallel=True), 5),
-        (Form(cp=2), 2),
+        (llama, Form(1), 5),
+        (llama, Form(2), 2),
+        (llama, Form(2, sequence_parallel=True), 5),
+        (llama, Form(cp=2), 2),
+        # the samples of each rank; and sequences, where these do not divide over ranks
+        (mixtral, Form(cp=2, expert_parallel=True), 6),
+        (mixtral, Form(cp=2, expert_parallel=True), 5),
+        (mixtral, Form(cp=8, expert_parallel=True), 5),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", None) or repr(value),
 )
 def test_pieces_are_those_of_the_plans_own_graph(
-    form: Form, samples: int, monkeypatch: pytest.MonkeyPatch
+    record: Callable[[int], Recording], form: Form, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "LEAST_BYTES", 0)  # so small a model's values are of about that
-    found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
+    found = PieceTable(record, NOMINAL_GPU).pieces(form, samples)
     lowered = make_plan(
-        llama(samples),
+        record(samples),
         Strategy(
             tp=form.tp,
             micro_batches=2,
             sequence_parallel=form.sequence_parallel,
             cp=form.cp,
+            expert_parallel=form.expert_parallel,
         ),
         NOMINAL_GPU,
     )

@@ -1,6 +1,7 @@
 """Context parallelism: ranks that hold a model whole compute on parts of its sequences.
 
-A dim of the activations that the graph carries from its inputs to its losses is cut over the ranks.
+A dim of the activations that the graph carries from its inputs to its losses is cut over the ranks;
+where they share experts and have samples to share, that of the samples.
 What needs it whole is gathered: an attention its keys and values, of which each rank then attends
 its own queries to all (as in Llama 3's training, arXiv 2407.21783, section 3.3.2). What a rank
 makes of its part alone and what is a sum over the dim costs no more than the sum. All else is
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from merakc.analysis.aliases import is_view
 from merakc.analysis.minimum_cut import MinimumCut
@@ -46,8 +48,8 @@ def split_context(
 ) -> Sharding:
     """The sharding of a graph of which nothing is split, with its sequences split over the ranks,
     of each of `tp`; with an `expert_load`, of which none is even, experts are too, each with its
-    weights on one of the ranks. Without, ranks leave their parts of weights' gradients to be added
-    up with those of dp.
+    weights on one of the ranks, and where samples divide these are split, not sequences. Without,
+    ranks leave their parts of weights' gradients to be added up with those of dp.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
@@ -55,15 +57,7 @@ def split_context(
     """
     for prices in (LIKE_LARGE, AT_ANY_PRICE):
         problem = ContextProblem(dims, sharding, prices, sends=expert_load is not None)
-        found: dict[Factor, SequenceSplit] = {}
-        sums: set[str] = set()
-        for factor in problem.candidates()[:MAX_DIMS]:
-            _, split = problem.solve(factor)
-            if split is not None:
-                problem.taken |= split.nodes
-                found[factor] = split
-                sums |= {n for n in split.nodes if problem.is_sum(n, factor)}
-        if found:
+        if found := problem.sample_splits() or problem.sequence_splits():
             break
     else:
         raise ShardError(
@@ -71,6 +65,7 @@ def split_context(
             "those of samples and of weights, runs through the graph, so that no sequence can be "
             "split; use cp=1"
         )
+    sums = {n for factor, s in found.items() for n in s.nodes if problem.is_sum(n, factor)}
     splits = exchange_heads(problem, found, sums, tp)
     sharding = replace(sharding, sequences=splits, partial=sharding.partial | sums)
     if expert_load is not None:
@@ -144,26 +139,57 @@ class ContextProblem(Problem):
         self.experts, self.sends = find_experts(dims, self.rule), sends
         self._block_of = {name: block for block in self.experts for name in block.nodes}
 
-    def candidates(self) -> list[Factor]:
-        """The dims that trained values have, those that most bytes have first: but for the samples
-        of a batch and for what weights have.
+    def sequence_splits(self) -> dict[Factor, SequenceSplit]:
+        """What is split along dims of the activations, each node along one."""
+        found: dict[Factor, SequenceSplit] = {}
+        for factor in self.candidates()[:MAX_DIMS]:
+            _, split = self.solve(factor)
+            if split is not None:
+                self.taken |= split.nodes
+                found[factor] = split
+        return found
+
+    def sample_splits(self) -> dict[Factor, SequenceSplit]:
+        """What is split along the samples, if these divide over ranks that share experts, and all
+        experts are among it: nothing is gathered for an attention then.
         """
-        barred = set[Factor]()
+        every = {n.name for n in self.graph.nodes if n.op == GROUPED}
+        for factor in self.sizes if self.sends else ():
+            if factor in self.samples and factor.size % self.sharding.tp == 0:
+                _, split = self.solve(factor)
+                if split is not None and every <= split.nodes:
+                    return {factor: split}
+        return {}
+
+    @cached_property
+    def samples(self) -> Set[Factor]:
+        """What divides the samples of a batch."""
+        found = set[Factor]()
         for item in self.graph.inputs:
             own = self.dims.of[Ref(item.name)]
             if item.kind is InputKind.BATCH and own:
-                barred.update(leaves(own[0]), atoms(own[0]))
-        for node in self.graph.nodes:
-            for ref in node.refs if node.op in COLUMNS else ():
-                if ref in self.parameters:
-                    barred.update(f for dim in self.dims.of[ref] for f in leaves(dim))
+                found.update(leaves(own[0]), atoms(own[0]))
+        return found
+
+    @cached_property
+    def sizes(self) -> list[Factor]:
+        """The dims of trained values, those that most bytes have first."""
         sizes: Counter[Factor] = Counter()
         for ref, spec in self.specs.items():  # in order: of equals the first counts on every rank
             if ref in self.grads and ref not in self.parameters:
                 for factor in dict.fromkeys(f for dim in self.dims.of[ref] for f in leaves(dim)):
-                    if factor.size >= self.sharding.tp and factor not in barred:
+                    if factor.size >= self.sharding.tp:
                         sizes[factor] += spec.size_bytes
         return [factor for factor, _ in sizes.most_common()]
+
+    def candidates(self) -> list[Factor]:
+        """The same but for the samples of a batch and for what weights have."""
+        barred = set(self.samples)
+        for node in self.graph.nodes:
+            for ref in node.refs if node.op in COLUMNS else ():
+                if ref in self.parameters:
+                    barred.update(f for dim in self.dims.of[ref] for f in leaves(dim))
+        return [factor for factor in self.sizes if factor not in barred]
 
     def place(self, ref: Ref, factor: Factor) -> tuple[int, int] | None:
         """The first dim of a value that has the factor, and the size of what is outside of it: of

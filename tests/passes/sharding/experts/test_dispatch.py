@@ -10,14 +10,24 @@ import pytest
 import torch
 
 from merakc.errors import ShardError
+from merakc.frontend.record import record
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, without_rows
 from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.passes.sharding.sequences.gradient_sums import computed_whole
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
+from merakc.passes.sharding.spmd_ops import ATTENTION
 from tests.passes.sharding.experts import looped
-from tests.passes.sharding.experts.mixtures import EXPERTS, H, Part, ends_of, graph_of
+from tests.passes.sharding.experts.mixtures import (
+    EXPERTS,
+    H,
+    Mixture,
+    Part,
+    S,
+    ends_of,
+    graph_of,
+)
 
 
 def _locals(ranks: int = 2, load: Sequence[float] = (), **parts: Part) -> list[Graph]:
@@ -43,6 +53,21 @@ def test_rows_go_to_their_experts_and_back() -> None:
         assert names[back.args[0].node].op == "merakc.grouped_mm.default"
         ops.append([n.op for n in local.nodes])
     assert ops[0] == ops[1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "attended"), [(4, (2, 1, 6, 4)), (3, (3, 1, 3, 4)), (1, (1, 1, 3, 4))]
+)
+def test_ranks_share_samples_that_divide_and_else_sequences(
+    samples: int, attended: tuple[int, ...]
+) -> None:
+    ids = torch.zeros(samples, S, dtype=torch.long)
+    graph = record(Mixture(), (ids, ids), {}).graph
+    local = spmd_partition(graph, shard(graph, 1, cp=2, expert_parallel=True), 0)
+    (attention,) = [n for n in local.nodes if n.op == ATTENTION]
+    assert attention.outputs[0] == TensorSpec(attended, torch.float32)
+    gathers = [n for n in local.nodes if n.op == "merakc.gather_to.default"]
+    assert bool(gathers) == (samples % 2 > 0)  # keys and values
 
 
 @pytest.mark.parametrize(
