@@ -31,7 +31,7 @@ from merakc.kernels.attention_formulas import (
     to_bsh,
     to_bshd,
 )
-from merakc.kernels.attention_rows import backward_of, forward_of
+from merakc.kernels.attention_rows import backward_of, forward_of, sink_gradient
 
 _FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,19 +44,22 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     start: int = 0,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v, of shape [b, h, s, e].
 
     q [b, h, s, d], k [b, g, t, d], v [b, g, t, e]; query head i reads key head i // (h / g).
     `mask` broadcasts to [b, h, s, t]: booleans say who may be attended, floats are added; it gets
     no gradient. `causal` lets query i see keys 0..start + i, whatever s and t, and combines with a
-    mask: the first query is then row `start` of a sequence. `scale` is 1/sqrt(d) unless given. A
-    query that sees no key yields zeros.
+    mask: the first query is then row `start` of a sequence. `scale` is 1/sqrt(d) unless given. Each
+    head of a `sink` [h] adds one score to all rows of the softmax, and nothing to what they attend
+    to. A query that sees no key yields zeros.
     """
     _check(q, k, v, mask)
+    assert sink is None or sink.shape == q.shape[1:2], (sink, q.shape)
     # Rounded as torch rounds it: d ** -0.5 may differ in the last bit.
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out: Tensor = torch.ops.merakc.attention(q, k, v, mask, causal, scale, start)[0]
+    out: Tensor = torch.ops.merakc.attention(q, k, v, mask, causal, scale, start, sink)[0]
     return out
 
 
@@ -163,23 +166,24 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale, ctx.start = inputs
-    ctx.save_for_backward(q, k, v, mask, *output)
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.start, sink = inputs
+    ctx.save_for_backward(q, k, v, mask, *output, sink)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, out, logsumexp = ctx.saved_tensors
+    q, k, v, mask, out, logsumexp, sink = ctx.saved_tensors
     grads = torch.ops.merakc.attention_backward(
         grad_out, q, k, v, out, logsumexp, mask, ctx.causal, ctx.scale, ctx.start
     )
-    return *grads, None, None, None, None
+    own = None if sink is None else sink_gradient(grad_out, out, logsumexp, sink)
+    return *grads, None, None, None, None, own
 
 
 torch.library.define(
     "merakc::attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int start=0)"
-    " -> (Tensor out, Tensor logsumexp)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int start=0,"
+    " Tensor? sink=None) -> (Tensor out, Tensor logsumexp)",
 )
 torch.library.define(
     "merakc::attention_backward",

@@ -5,6 +5,10 @@ from there on as in any causal attention: two calls of a kernel, whose results a
 logsumexp (Milakov and Gimelshein, arXiv 1805.02867). The backward of each takes the merged results,
 as in ring attention (Liu et al., arXiv 2310.01889).
 
+A head may have a sink, as of a key of value zero that every query sees (Xiao et al., arXiv
+2309.17453). That scales the result by what is left of the probabilities, and the backward of a
+kernel is right by itself when it is given the scaled result and the logsumexp with the sink.
+
 Legend of shapes as in `merakc.kernels.attention`.
 """
 
@@ -32,12 +36,14 @@ class _Block(NamedTuple):
 
 
 def forward_of(kernel: Forward) -> Forward:
-    """The forward from any row on, of a kernel that begins at the first."""
+    """The forward from any row on, and with sinks, of a kernel that begins at the first."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
-        start: int = 0,
+        start: int = 0, sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if sink is not None:
+            return _with_sink(*forward(q, k, v, mask, causal, scale, start), sink)
         if not start or not causal:
             return kernel(q, k, v, mask, causal, scale)
         parts = [kernel(q, *block, scale) for block in _blocks(q, k, v, mask, start)]
@@ -67,6 +73,19 @@ def backward_of(kernel: Backward) -> Backward:
         return to_bshd(dq, q.dtype), to_bshd(dk, k.dtype), to_bshd(dv, v.dtype)
 
     return backward
+
+
+def _with_sink(out: Tensor, logsumexp: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    own = sink.to(logsumexp.dtype).unsqueeze(-1)  # [h, 1]
+    left = torch.sigmoid(logsumexp - own).unsqueeze(-1)
+    return to_bshd(out * left, out.dtype), to_bsh(torch.logaddexp(logsumexp, own))
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sink: Tensor) -> Tensor:
+    """The gradient of the sinks [h], by what the forward returned."""
+    grad_out, out = grad_out.to(logsumexp.dtype), out.to(logsumexp.dtype)
+    own = (sink.to(logsumexp.dtype).unsqueeze(-1) - logsumexp).exp()  # of all probabilities
+    return -(own * (grad_out * out).sum(-1)).sum((0, 2)).to(sink.dtype)
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, start: int) -> list[_Block]:

@@ -32,6 +32,7 @@ from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.loops import rolled
 from merakc.passes.forward.scores import without_scores
+from merakc.passes.forward.sinks import with_sinks
 from merakc.passes.offload.moves import offloaded
 from merakc.passes.overlap.async_collectives import overlapped, same_nodes
 from merakc.passes.overlap.collective_matmul import chunk_rows
@@ -210,6 +211,8 @@ RECORDED: Final = (
          Kind.RECORDED, Kind.RECORDED, rolled),
     Pass("sorted-loops", "Takes loops over experts together: rows are sorted by their expert.",
          Kind.RECORDED, Kind.RECORDED, with_sorted_loops),
+    Pass("sinks", "Takes attention with sinks, which models write out, together in one call.",
+         Kind.RECORDED, Kind.RECORDED, with_sinks),
     Pass("constant-masks", "Takes out masks that hold for every batch of these shapes.",
          Kind.RECORDED, Kind.RECORDED, with_known_masks),
 )  # fmt: skip
@@ -265,14 +268,10 @@ LOCAL: Final = (
         "chunk-rows", "Computes products beside collectives in chunks of rows.",
         Kind.LOCAL, Kind.LOCAL, _chunk_rows,
     ),
-    Pass(
-        "grouped-heads", "Attends to shared keys and values without a copy for each query head.",
-        Kind.LOCAL, Kind.LOCAL, lambda local, at: with_grouped_heads(local),
-    ),
-    Pass(
-        "loss-in-blocks", "Computes losses of many classes without all scores at once.",
-        Kind.LOCAL, Kind.LOCAL, lambda local, at: without_scores(local),
-    ),
+    Pass("grouped-heads", "Attends to shared keys and values without a copy for each query head.",
+         Kind.LOCAL, Kind.LOCAL, lambda local, at: with_grouped_heads(local)),
+    Pass("loss-in-blocks", "Computes losses of many classes without all scores at once.",
+         Kind.LOCAL, Kind.LOCAL, lambda local, at: without_scores(local)),
     Pass(
         "activations", "Call by call: GELU and SiLU that a model writes out as torch's own.",
         Kind.LOCAL, Kind.LOCAL, lambda local, at: local if at.compiled else with_activations(local),

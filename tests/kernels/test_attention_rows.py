@@ -55,6 +55,44 @@ def test_parts_are_those_of_the_whole(value_dim: int, mask_kind: str) -> None:
         assert (found - true).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("start", [None, 3])  # of causal rows
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("value_dim", [D, 5])
+def test_a_sink_is_a_key_of_value_zero(value_dim: int, mask_kind: str, start: int | None) -> None:
+    q, k, v = _inputs(value_dim, torch.float64)
+    first, causal = start or 0, start is not None
+    sink = torch.randn(H, dtype=torch.float64, requires_grad=True)
+    mask = _mask(mask_kind)
+    rows, mask = q[:, :, first:], mask if mask is None else mask[:, :, first:]
+    out = attention(rows, k, v, mask, causal, 0.4, first, sink)
+
+    scores = rows @ k.repeat_interleave(H // G, 1).mT * 0.4
+    if mask is not None:
+        hidden = mask.logical_not() if mask.dtype == torch.bool else mask == -torch.inf
+        scores = scores if mask.dtype == torch.bool else scores + mask.nan_to_num(neginf=0.0)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if causal:
+        scores = scores.masked_fill(torch.ones(T, T).triu(1)[first:].bool(), -torch.inf)
+    joined = torch.cat([scores, sink.view(1, H, 1, 1).expand(B, H, T - first, 1)], -1)
+    wanted = joined.softmax(-1)[..., :-1] @ v.repeat_interleave(H // G, 1)
+    assert (out - wanted).abs().max() < 1e-12
+    grad = torch.randn_like(out)
+    pair = (torch.autograd.grad(x, (q, k, v, sink), grad) for x in (out, wanted))
+    for found, true in zip(*pair, strict=True):
+        assert (found - true).abs().max() < 1e-12
+
+
+def test_a_query_that_sees_its_sink_alone_yields_zeros() -> None:
+    q, k, v = _inputs(D, torch.float32)
+    sink = torch.zeros(H, requires_grad=True)
+    seen = torch.ones(T, T, dtype=torch.bool)
+    seen[2] = False
+    out = attention(q, k, v, seen, False, 0.4, 0, sink)
+    assert not out[:, :, 2].any()
+    found = torch.autograd.grad(out.sum(), (q, k, v, sink))
+    assert all(x.isfinite().all() for x in found)
+
+
 def test_rows_beyond_the_last_key_see_all() -> None:
     q, k, v = _inputs(D, torch.float64)
     out = attention(q, k[:, :, :3], v[:, :, :3], causal=True, start=5)

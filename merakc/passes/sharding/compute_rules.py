@@ -64,6 +64,8 @@ def _attention(dims: Dims, node: Node) -> None:
         for dim, target in zip(reversed(mask), reversed(scores), strict=False):
             if size(dim) > 1:
                 unify(dim, target)
+    if (sink := given(node, "sink")) is not None:
+        unify(dims.of[sink][0], query[1])
     dims.put(node, [query[0], query[1], query[2], value[3]])
     dims.put(node, query[:3], 1)
 

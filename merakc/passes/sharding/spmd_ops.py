@@ -19,6 +19,7 @@ from merakc.passes.sharding.rows import Along, Loss, Shape
 from merakc.passes.sharding.rules import ROWS
 
 ATTENTION = "merakc.attention.default"
+START = 6  # of its arguments
 MEAN = 1  # at::Reduction
 
 
@@ -268,7 +269,7 @@ def _attention(out: Writer, node: Node) -> None:
         return
     start = int(rows[0])
     assert torch.equal(rows, torch.arange(start, start + len(rows))), "rows beside each other"
-    out.add(node, (*args, start))
+    out.add(node, (*args[:START], start, *args[START + 1 :]))
 
 
 def _draw(out: Writer, node: Node) -> None:
