@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -127,19 +128,24 @@ class _Finder:
 
     def _scores(self, ref: Ref) -> tuple[Ref, Ref, float, Ref | None]:
         """Queries, keys, scale and mask of scores."""
-        mask, scale = None, 1.0
         node = self._of(ref, ADD, MUL, DIV, MATMUL)
-        if node.op == ADD:
-            _need(len(node.args) == 2 and not node.kwargs)
-            ref, mask = node.args if node.args[0] in self.grads else node.args[::-1]
-            _need(isinstance(ref, Ref) and isinstance(mask, Ref) and mask not in self.grads)
-            _need(self.specs[ref].shape == node.spec.shape)
-            node = self._of(ref, MUL, DIV, MATMUL)
-        if node.op in (MUL, DIV):
+        if node.op != ADD:
+            return (*self._products(ref), None)
+        _need(len(node.args) == 2 and not node.kwargs)
+        for own, mask in (node.args, node.args[::-1]):
+            if isinstance(mask, Ref) and mask not in self.grads:
+                with suppress(_NotOneError):
+                    return (*self._products(own), mask)
+        raise _NotOneError
+
+    def _products(self, ref: Ref) -> tuple[Ref, Ref, float]:
+        """Queries, keys and scale of their products."""
+        node, scale = self._of(ref, MUL, DIV, MATMUL), 1.0
+        if node.op != MATMUL:
             _need(isinstance(node.args[1], int | float))
             scale = node.args[1] if node.op == MUL else 1 / node.args[1]
             node = self._of(node.args[0], MATMUL)
         query, turned = node.args
         turn = self._of(turned, "aten.transpose.int")
         _need({dim % 4 for dim in turn.args[1:]} == {2, 3})
-        return query, turn.args[0], float(scale), mask
+        return query, turn.args[0], float(scale)
