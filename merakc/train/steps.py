@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches.objects import check_objects
-from merakc.batches.split import TensorSpecs, signature, tensor_specs
+from merakc.batches.split import TensorSpecs, batch_size_of, signature, tensor_specs
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
@@ -125,6 +125,15 @@ class Steps:
         dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
         return layout_of(args, kwargs, plan, dp_rank, group, follows=self.follows)
 
+    def _alone(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
+        """How they lie where ranks of dp are given batches of their own."""
+        self.whole = {}
+        return BatchLayout((batch_size_of(args, kwargs),), 1)
+
+    def parted(self, layout: BatchLayout) -> dist.ProcessGroup | None:
+        """The ranks of dp whose batches are parts of one."""
+        return self.groups.axis("dp") if len(layout.sizes) > 1 else None
+
     @property
     def forward(self) -> nn.Module:
         """What is recorded: the model, with the loss where that is outside it."""
@@ -172,7 +181,7 @@ class Steps:
             head=self._head(lowered, layout, train=train),
             late=lowered.loss.written,
         )  # fmt: skip
-        known, group = lowered.loss.known, self.groups.axis("dp")
+        known, group = lowered.loss.known, self.parted(layout)
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         besides = Besides(recording, layout, whole, self.device, group)
@@ -184,7 +193,7 @@ class Steps:
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
         head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
-        group, own = self.groups.axis("dp"), self.groups.coordinates[1]  # made by all ranks
+        group, own = self.parted(layout), self.groups.coordinates[1]
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
         return HeadRunner(head, chunk, layout, self.device, group, self.fuser if train else None)
@@ -196,7 +205,7 @@ class Steps:
         """
         plan = self.planned.plan
         dims = plan.batch_dims if form.dims is None else form.dims
-        layout = self.layout(args, kwargs, dims)
+        layout = self._alone(args, kwargs) if form.alone else self.layout(args, kwargs, dims)
         layout = replace(layout, micro_batches=1) if form.undivided else layout
         key, self.alike = self.key(args, kwargs, layout, form), layout.alike
         known = self.reads.key(
@@ -297,7 +306,7 @@ class Steps:
         """One step of this rank, which draws by this number."""
         self.bind()
         batches = self.batches(step, args, kwargs)
-        self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
+        self.reads.agree(step.recording.reads, group := self.parted(step.layout))
         if not self.alike:
             check_lengths(step.facts, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen[1]])
@@ -334,7 +343,7 @@ class Steps:
     @torch.no_grad()
     def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
         """Writes the buffers that every part has read as they were before; collective over dp."""
-        group = self.groups.axis("dp")
+        group = self.parted(step.layout)
         for name, parts in sorted(result.written.items()):
             value = parts[0]
             if step.lowered.loss.written[name] is ShareKind.SUM:

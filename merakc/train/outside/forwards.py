@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches.split import call_arguments
@@ -21,7 +22,8 @@ from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
 from merakc.train.outside.caches import TENSORS, asked_for, cache_in, give_room, with_cache
-from merakc.train.outside.deferred import values_in
+from merakc.train.outside.deferred import of_evaluation, values_in
+from merakc.train.outside.parts import Evaluated
 from merakc.train.outside.results import share_results
 
 Tensors = dict[str, torch.Tensor]
@@ -109,6 +111,24 @@ class Forwards(Mirror):
             train=False, results=True, undivided=bool(mark), mark=mark, module=module, dims=dims
         )
         return self._results(steps.compile(args, kwargs, form), args, kwargs)
+
+    def _evaluated(
+        self, part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """All that a module inside the model returns, which is called by itself, of what this rank
+        gives it: the ranks of dp are no parts of one batch. Nothing is differentiated.
+        """
+        check_around("the model")
+        self._own("_memory").settle()
+        steps = self._own("_steps")
+        module = Evaluated(steps.source, part)
+        name = f"model.{module.path}(...)"
+        args, kwargs = self._own("_lent").filled(name, *values_in((args, kwargs)))
+        form = Form(train=False, results=True, alone=True, mark=module.path, module=module, dims={})
+        with model_call(steps, name, args, kwargs, training=part.training), torch.no_grad():
+            found = self._results(steps.compile(args, kwargs, form), args, kwargs)["outputs"]
+        learns = any(p.requires_grad for p in self.parameters())
+        return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
 
     def _prepare_cache_for_generation(
         self, config: Any, kwargs: dict[str, Any], mode: str, samples: int, longest: int

@@ -33,7 +33,7 @@ def share_results(
     """
     groups, device = steps.groups, steps.device
     dp, own, tp = groups.coordinates
-    group, replicas = groups.axis("pp"), groups.axis("dp")
+    group, replicas = groups.axis("pp"), steps.parted(step.layout)
     found: Tensors = {}
     for name, (owner, spec) in step.result_specs.items():
         if names is not None and name not in names:
