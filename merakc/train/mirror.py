@@ -333,6 +333,10 @@ def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
             hidden |= {name} - _OF_MODULES - _CALLING_THEIRS - vars(object).keys()
         else:
             names.setdefault(name, _as_guarded(value, kind))
+    if isinstance(generate := names.get("generate"), FunctionType) and "generate" not in ours:
+        names["generate"] = wraps(generate)(
+            lambda self, *args, **kwargs: self._generated(generate, *args, **kwargs)
+        )
     if hidden:
         warn_of_line(
             f"after auto_parallel {', '.join(sorted(hidden))} of a {kind.__name__} are merakc's: "

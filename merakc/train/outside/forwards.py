@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
@@ -23,7 +25,8 @@ from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
 from merakc.train.outside.caches import TENSORS, asked_for, cache_in, give_room, with_cache
 from merakc.train.outside.deferred import of_evaluation, values_in
-from merakc.train.outside.parts import Evaluated
+from merakc.train.outside.generating import drawing_alike
+from merakc.train.outside.parts import Unshared, Within
 from merakc.train.outside.results import share_results
 
 Tensors = dict[str, torch.Tensor]
@@ -102,8 +105,10 @@ class Forwards(Mirror):
     def _outputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any = None
     ) -> Any:
-        args, kwargs = self._given(args, kwargs)
         steps, dims = self._own("_steps"), None
+        if TENSORS in kwargs and not self._own("_reads_whole"):  # a rank's own texts, as it wills
+            return self._alone_results(args, kwargs, module, mark)
+        args, kwargs = self._given(args, kwargs)
         if TENSORS in kwargs:  # a cache's, each of all samples
             cached = {f"{TENSORS}.{n}": Rows(0) for n, t in kwargs[TENSORS].items() if t.dim() > 1}
             dims = {**(steps.planned.plan.batch_dims or {}), **cached}
@@ -111,6 +116,16 @@ class Forwards(Mirror):
             train=False, results=True, undivided=bool(mark), mark=mark, module=module, dims=dims
         )
         return self._results(steps.compile(args, kwargs, form), args, kwargs)
+
+    @torch.no_grad()
+    def _alone_results(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any
+    ) -> Any:
+        """What a module returns of what this rank is given, which is no part of a dp batch."""
+        own = Unshared(module)
+        form = Form(train=False, results=True, alone=True, mark=mark, module=own, dims={})
+        step = self._own("_steps").compile(args, kwargs, form)
+        return self._results(step, args, kwargs)["outputs"]
 
     def _evaluated(
         self, part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -121,12 +136,11 @@ class Forwards(Mirror):
         check_around("the model")
         self._own("_memory").settle()
         steps = self._own("_steps")
-        module = Evaluated(steps.source, part)
+        module = Within(steps.source, part)
         name = f"model.{module.path}(...)"
         args, kwargs = self._own("_lent").filled(name, *values_in((args, kwargs)))
-        form = Form(train=False, results=True, alone=True, mark=module.path, module=module, dims={})
-        with model_call(steps, name, args, kwargs, training=part.training), torch.no_grad():
-            found = self._results(steps.compile(args, kwargs, form), args, kwargs)["outputs"]
+        with model_call(steps, name, args, kwargs, training=part.training):
+            found = self._alone_results(args, kwargs, module, module.path)
         learns = any(p.requires_grad for p in self.parameters())
         return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
 
@@ -134,9 +148,32 @@ class Forwards(Mirror):
         self, config: Any, kwargs: dict[str, Any], mode: str, samples: int, longest: int
     ) -> None:
         """What transformers' `generate` asks for a cache."""
-        give_room(self, config, kwargs, mode, longest)
+        give_room(self, config, kwargs, mode, self._longest(config, longest))
         prepare: Any = type(self._source)._prepare_cache_for_generation
         prepare(self, config, kwargs, mode, samples, longest)
+
+    def _longest(self, config: Any, longest: int) -> int:
+        """The most tokens of a text, with those that follow while ranks of dp go on with longer
+        ones. Collective.
+        """
+        group = None if self._own("_reads_whole") else self._own("_steps").groups.axis("dp")
+        if group is None:
+            return longest
+        own = config.max_new_tokens or longest
+        most = torch.tensor(own, device=self._own("_steps").device)
+        with call("the length of texts"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        return longest + int(most) - (config.max_new_tokens or 0)
+
+    def _generated(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the user's own `generate` gives. Ranks of dp go on until all texts have ended."""
+        groups, whole = self._own("_steps").groups, self._own("_reads_whole")
+        own = inspect.signature(theirs)
+        given = own.bind_partial(self, *args, **kwargs).arguments
+        if groups.mesh.dp > 1 and not whole and {"synced_gpus"} <= own.parameters.keys() - given:
+            kwargs["synced_gpus"] = True
+        with drawing_alike(groups, "world" if whole else "model"):
+            return theirs(self, *args, **kwargs)
 
     @torch.no_grad()
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -24,9 +24,12 @@ class Within(WithLoss):
         return self.model.get_submodule(self.path)(*args, **kwargs)
 
 
-class Evaluated(Within):
-    """The same of a part that gives no loss, whatever it returns: it is not trained by itself."""
+class Unshared(WithLoss):
+    """A model or a part that gives no loss, whatever it returns: none that ranks share."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, None)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The part's `outputs`."""
-        return {"loss": None, "outputs": super().forward(*args, **kwargs)}
+        """Its `outputs`."""
+        return {"loss": None, "outputs": self.model(*args, **kwargs)}
