@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches.split import call_arguments
+from merakc.batches.split import batch_size_of, call_arguments
 from merakc.frontend.calls.around import check_around
 from merakc.ir.batches import Rows
 from merakc.runtime.health.job import call
@@ -106,7 +106,7 @@ class Forwards(Mirror):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any = None
     ) -> Any:
         steps, dims = self._own("_steps"), None
-        if TENSORS in kwargs and not self._own("_reads_whole"):  # a rank's own texts, as it wills
+        if TENSORS in kwargs and not self._splits(args, kwargs):
             return self._alone_results(args, kwargs, module, mark)
         args, kwargs = self._given(args, kwargs)
         if TENSORS in kwargs:  # a cache's, each of all samples
@@ -116,6 +116,13 @@ class Forwards(Mirror):
             train=False, results=True, undivided=bool(mark), mark=mark, module=module, dims=dims
         )
         return self._results(steps.compile(args, kwargs, form), args, kwargs)
+
+    def _splits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether ranks of dp share in texts: not in those that each goes on with by itself, nor
+        where some would have none.
+        """
+        plan = self._own("_steps").planned.plan
+        return self._own("_reads_whole") and plan.dp <= batch_size_of(args, kwargs, plan.batch_dims)
 
     @torch.no_grad()
     def _alone_results(
