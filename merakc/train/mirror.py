@@ -333,10 +333,8 @@ def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
             hidden |= {name} - _OF_MODULES - _CALLING_THEIRS - vars(object).keys()
         else:
             names.setdefault(name, _as_guarded(value, kind))
-    if isinstance(generate := names.get("generate"), FunctionType) and "generate" not in ours:
-        names["generate"] = wraps(generate)(
-            lambda self, *args, **kwargs: self._generated(generate, *args, **kwargs)
-        )
+    if isinstance(own := names.get("generate"), FunctionType) and "generate" not in ours:
+        names["generate"] = wraps(own)(lambda self, *a, **kw: self._generated(own, *a, **kw))
     if hidden:
         warn_of_line(
             f"after auto_parallel {', '.join(sorted(hidden))} of a {kind.__name__} are merakc's: "
@@ -358,8 +356,8 @@ def _as_guarded(value: Any, kind: type[nn.Module]) -> Any:
 
 
 def grow(mirror: Mirror, known: dict[nn.Module, Mirror], model: Any = None) -> None:
-    """Gives a mirror a part for each module in its source, as often as it is there; they are
-    evaluated by the `model`, of which none is given for the mirror itself.
+    """Gives a mirror a part for each module in its source, as often as it is there; by themselves
+    they are run by the `model`, by default the mirror.
     """
     model = model or ref(mirror)
     for name, child in mirror.__dict__["_source"]._modules.items():

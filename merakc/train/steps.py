@@ -47,7 +47,7 @@ from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.streams import bring
 from merakc.schedules.planned import with_fewer
 from merakc.train.alike import check_alike
-from merakc.train.batch_layout import layout_of
+from merakc.train.batch_layout import layout_of, parted
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
 from merakc.train.compiled_step import CompiledStep, Form, check_held
@@ -118,21 +118,16 @@ class Steps:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         dims: dict[str, Rows | None] | None = None,
+        alone: bool = False,
     ) -> BatchLayout:
-        """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
+        """How the samples of the whole batch lie, of which this is a part, if not `alone`."""
         open_dataclasses((args, kwargs))
+        if alone:
+            self.whole = {}
+            return BatchLayout((batch_size_of(args, kwargs),), 1)
         plan = self.planned.plan if dims is None else replace(self.planned.plan, batch_dims=dims)
         dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
         return layout_of(args, kwargs, plan, dp_rank, group, follows=self.follows)
-
-    def _alone(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
-        """How they lie where ranks of dp are given batches of their own."""
-        self.whole = {}
-        return BatchLayout((batch_size_of(args, kwargs),), 1)
-
-    def parted(self, layout: BatchLayout) -> dist.ProcessGroup | None:
-        """The ranks of dp whose batches are parts of one."""
-        return self.groups.axis("dp") if len(layout.sizes) > 1 else None
 
     @property
     def forward(self) -> nn.Module:
@@ -181,7 +176,7 @@ class Steps:
             head=self._head(lowered, layout, train=train),
             late=lowered.loss.written,
         )  # fmt: skip
-        known, group = lowered.loss.known, self.parted(layout)
+        known, group = lowered.loss.known, parted(self.groups, layout)
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         besides = Besides(recording, layout, whole, self.device, group)
@@ -193,7 +188,7 @@ class Steps:
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
         head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
-        group, own = self.parted(layout), self.groups.coordinates[1]
+        group, own = parted(self.groups, layout), self.groups.coordinates[1]
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
         return HeadRunner(head, chunk, layout, self.device, group, self.fuser if train else None)
@@ -205,7 +200,7 @@ class Steps:
         """
         plan = self.planned.plan
         dims = plan.batch_dims if form.dims is None else form.dims
-        layout = self._alone(args, kwargs) if form.alone else self.layout(args, kwargs, dims)
+        layout = self.layout(args, kwargs, dims, alone=form.alone)
         layout = replace(layout, micro_batches=1) if form.undivided else layout
         key, self.alike = self.key(args, kwargs, layout, form), layout.alike
         known = self.reads.key(
@@ -306,7 +301,7 @@ class Steps:
         """One step of this rank, which draws by this number."""
         self.bind()
         batches = self.batches(step, args, kwargs)
-        self.reads.agree(step.recording.reads, group := self.parted(step.layout))
+        self.reads.agree(step.recording.reads, group := parted(self.groups, step.layout))
         if not self.alike:
             check_lengths(step.facts, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen[1]])
@@ -343,7 +338,7 @@ class Steps:
     @torch.no_grad()
     def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
         """Writes the buffers that every part has read as they were before; collective over dp."""
-        group = self.parted(step.layout)
+        group = parted(self.groups, step.layout)
         for name, parts in sorted(result.written.items()):
             value = parts[0]
             if step.lowered.loss.written[name] is ShareKind.SUM:

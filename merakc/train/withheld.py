@@ -1,10 +1,12 @@
-"""Methods of the modules inside a parallel model: those that look something up run, as `get_encoder`
-does; what would compute with a rank's part of weights, or change something, is refused.
+"""Methods of the modules inside a parallel model: those that look something up run, as
+`get_encoder` does; what would compute with a rank's part of weights, or change something, is
+refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import update_wrapper
 from inspect import iscoroutinefunction, isgeneratorfunction
 from types import FunctionType, MethodType
 from typing import Any
@@ -32,6 +34,8 @@ class Withheld:
 
     def __init__(self, value: Any = None) -> None:
         self.method = value if isinstance(value, FunctionType) else None
+        if self.method is not None:
+            update_wrapper(self, self.method)  # with its signature
 
     def __get__(self, part: Any, _: type | None = None) -> Any:
         if part is None or self.method is None:
@@ -39,6 +43,7 @@ class Withheld:
         return MethodType(self, part)
 
     def __call__(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs it. Raises `ConfigError` where it does more than to look."""
         assert self.method is not None
         called = f"{type(part).__name__}.{self.method.__name__}"
         if iscoroutinefunction(self.method) or isgeneratorfunction(self.method):

@@ -230,6 +230,5 @@ def _with_layers(cache: Any, layers: Mapping[str, Any]) -> Any:
         if isinstance(value, (dict, list, set)):  # which the forward may write to
             vars(parts[name] if name else made)[own] = deepcopy(value)
     for name, part in parts.items():
-        own = [layers[place] for place, _ in _layers(cache) if place.rpartition(".")[0] == name]
-        part.layers = own
+        part.layers = [x for place, x in layers.items() if place.rpartition(".")[0] == name]
     return made

@@ -121,8 +121,8 @@ class Forwards(Mirror):
         """Whether ranks of dp share in texts: not in those that each goes on with by itself, nor
         where some would have none.
         """
-        plan = self._own("_steps").planned.plan
-        return self._own("_reads_whole") and plan.dp <= batch_size_of(args, kwargs, plan.batch_dims)
+        plan, whole = self._own("_steps").planned.plan, bool(self._own("_reads_whole"))
+        return whole and bool(plan.dp <= batch_size_of(args, kwargs, plan.batch_dims))
 
     @torch.no_grad()
     def _alone_results(
@@ -134,12 +134,14 @@ class Forwards(Mirror):
         step = self._own("_steps").compile(args, kwargs, form)
         return self._results(step, args, kwargs)["outputs"]
 
-    def _evaluated(
-        self, part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _evaluated(self, part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """All that a module inside the model returns, which is called by itself, of what this rank
         gives it: the ranks of dp are no parts of one batch. Nothing is differentiated.
         """
+
+        def run(given: Mapping[str, Any], own: nn.Module, mark: Any = None) -> Any:
+            return self._alone_results(args, given, own, (module.path, mark))
+
         check_around("the model")
         self._own("_memory").settle()
         steps = self._own("_steps")
@@ -147,7 +149,8 @@ class Forwards(Mirror):
         name = f"model.{module.path}(...)"
         args, kwargs = self._own("_lent").filled(name, *values_in((args, kwargs)))
         with model_call(steps, name, args, kwargs, training=part.training):
-            found = self._alone_results(args, kwargs, module, module.path)
+            cache = cache_in(kwargs)
+            found = with_cache(module, cache, kwargs, run) if cache else run(kwargs, module)
         learns = any(p.requires_grad for p in self.parameters())
         return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
 
