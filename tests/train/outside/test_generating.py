@@ -38,7 +38,7 @@ def t5() -> nn.Module:
     """With fewer layers in the decoder, and a head of its own: texts that vary."""
     return T5ForConditionalGeneration(T5Config(
         vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_decoder_layers=2, num_heads=4,
-        decoder_start_token_id=START, tie_word_embeddings=False,
+        decoder_start_token_id=START, tie_word_embeddings=False, dropout_rate=0.0,
     ))  # fmt: skip
 
 
