@@ -3,7 +3,8 @@
     python -m benchmarks.generation
 
 GPT-2, Llama and the decoder of a T5, of 12 layers, on one rank, in seconds of the CPU: the best of
-several texts, once everything is compiled. It exits with 1 where tokens differ, or cost more than they may.
+several texts, once everything is compiled. It exits with 1 where tokens differ, or cost more than
+they may.
 """
 
 from __future__ import annotations

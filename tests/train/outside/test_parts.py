@@ -30,7 +30,8 @@ class Two(nn.Module):
             nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH),
             nn.BatchNorm1d(WIDTH),
         )  # fmt: skip
-        self.mean, self.head = Mean(), nn.Linear(WIDTH, 1)
+        self.mean = Mean()
+        self.head = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 1))
 
     def forward(self, x: torch.Tensor | None = None, towered: Any = None) -> torch.Tensor:
         """A loss."""
@@ -51,13 +52,12 @@ def parallel(**layout: int) -> Any:
     return merakc.auto_parallel(build(Two), {"x": BATCH}, **given)
 
 
-def evaluated(model: Any, *, head: bool = True) -> list[torch.Tensor]:
-    """What parts of it give; its `head` may be split by what it reads."""
+def evaluated(model: Any) -> list[torch.Tensor]:
+    """What parts of it give."""
     model.eval()
     own = BATCH[:3]
     towered = model.tower(own)
-    found = [towered, *model.mean(towered).values()]
-    found += [model.head(towered)] if head else []
+    found = [towered, model.head(towered), *model.mean(towered).values()]
     with torch.no_grad():
         found.append(model(towered=towered.detach()))
         model.train()
@@ -67,19 +67,19 @@ def evaluated(model: Any, *, head: bool = True) -> list[torch.Tensor]:
 
 def on_ranks(layout: dict[str, int]) -> list[torch.Tensor]:
     model: Any = parallel(**layout)
-    is_split = layout.get("tp") == 2
-    found = evaluated(model, head=not is_split)
-    for part in (model.tower[0], model.head) if is_split else ():
+    found = evaluated(model)
+    split = [part for part in (model.tower[0], model.head[1]) if " part " in repr(part)]
+    assert bool(split) is ("tp" in layout)
+    for part in split:
         with pytest.raises(PlanError, match="splits a dim that this graph needs whole"):
-            part(BATCH)
+            part(torch.cat([BATCH, BATCH], 1) if part is model.head[1] else BATCH)
     return found
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
 def test_parts_are_evaluated_by_themselves(layout: dict[str, int]) -> None:
     for found in run_ranks(2, on_ranks, layout) if layout else [on_ranks(layout)]:
-        wanted = evaluated(build(Two), head=layout.get("tp") != 2)
-        for ours, plain in zip(found, wanted, strict=True):
+        for ours, plain in zip(found, evaluated(build(Two)), strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
 
 
