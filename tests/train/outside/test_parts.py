@@ -68,11 +68,6 @@ def evaluated(model: Any) -> list[torch.Tensor]:
 def on_ranks(layout: dict[str, int]) -> list[torch.Tensor]:
     model: Any = parallel(**layout)
     found = evaluated(model)
-    split = [part for part in (model.tower[0], model.head[1]) if " part " in repr(part)]
-    assert bool(split) is ("tp" in layout)
-    for part in split:
-        with pytest.raises(PlanError, match="splits a dim that this graph needs whole"):
-            part(torch.cat([BATCH, BATCH], 1) if part is model.head[1] else BATCH)
     return found
 
 
@@ -81,6 +76,32 @@ def test_parts_are_evaluated_by_themselves(layout: dict[str, int]) -> None:
     for found in run_ranks(2, on_ranks, layout) if layout else [on_ranks(layout)]:
         for ours, plain in zip(found, evaluated(build(Two)), strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
+def of_split() -> dict[str, str | torch.Tensor]:
+    """What layers give of which tp splits some, or why none."""
+    model, found = parallel(tp=2).eval(), dict[str, str | torch.Tensor]()
+    for name, width in LAYERS.items():
+        try:
+            found[name] = model.get_submodule(name)(BATCH.view(-1, width)).detach()
+        except PlanError as error:
+            found[name] = str(error)
+    return found
+
+
+LAYERS = {"tower.0": WIDTH, "tower.2": 2 * WIDTH, "head.0": WIDTH, "head.1": 2 * WIDTH}
+
+
+def test_layers_that_tp_splits_are_right_or_refused() -> None:
+    plain: Any = build(Two).eval()
+    for found in run_ranks(2, of_split):
+        assert any(isinstance(ours, str) for ours in found.values())
+        for name, ours in found.items():
+            if isinstance(ours, str):
+                assert "splits a dim that this graph needs whole" in ours
+            else:
+                wanted = plain.get_submodule(name)(BATCH.view(-1, LAYERS[name]))
+                torch.testing.assert_close(ours, wanted.detach(), rtol=1e-10, atol=1e-12)
 
 
 def alone(whole: bool) -> tuple[int, list[torch.Tensor]]:
