@@ -2,8 +2,9 @@
 
     python -m benchmarks.generation
 
-GPT-2 and Llama of 12 layers, on one rank, in seconds of the CPU: the best of several texts, once
-everything is compiled. It exits with 1 where tokens differ, or cost more than they may.
+GPT-2, Llama and the decoder of a T5, of 12 layers, on one rank, in seconds of the CPU: the best of
+several texts, once everything is compiled. It exits with 1 where tokens differ, or cost more than
+they may.
 """
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ import warnings
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import merakc
-from benchmarks.shapes import batch, gpt2, llama
+from benchmarks.shapes import LAYERS, WIDTH, WORDS, batch, gpt2, llama
 
 TOKENS, TEXTS, PROMPT = 50, 5, 8
 MOST = 2.0  # times what the plain model takes
+
+
+def t5() -> PreTrainedModel:
+    """Whose encoder is called by itself, once for each text."""
+    config = T5Config(vocab_size=WORDS, d_model=WIDTH, d_kv=WIDTH // 4, d_ff=4 * WIDTH,
+                      num_layers=LAYERS, num_decoder_layers=LAYERS, num_heads=4,
+                      decoder_start_token_id=0, tie_word_embeddings=False)  # fmt: skip
+    return T5ForConditionalGeneration(config)
 
 
 def tokens(model: Any, ids: torch.Tensor) -> tuple[list[list[int]], float]:
@@ -38,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     missed = False
-    for make in (gpt2, llama):
+    for make in (gpt2, llama, t5):
         plain = make().eval()
         example, ids = batch(8, 16), batch(2, PROMPT)["input_ids"]
         ours = merakc.auto_parallel(copy.deepcopy(plain), example, dp=1, tp=1, pp=1).eval()

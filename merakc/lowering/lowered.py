@@ -272,7 +272,10 @@ def adapt_plan(
     plan = lowered.plan
     if isinstance(recording, BatchRecording):
         check_lists(recording, recording.dims)
-    parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
+    parts = plan.dp * plan.micro_batches
+    if isinstance(recording, BatchRecording) and len(recording.layout.sizes) == 1:
+        parts = recording.layout.parts  # which ranks of dp have of their own
+    kinds = () if results else TRAINING
     gathered = gathers(lowered.loss.graph)
     loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)

@@ -16,7 +16,7 @@ from merakc.frontend.python.content import content_hash
 from merakc.ir.batches import BatchDims, BatchLayout
 from merakc.ir.plan import Plan
 from merakc.kernels.collectives import gather_into
-from merakc.runtime.groups import together
+from merakc.runtime.groups import Groups, together
 from merakc.train.lengths import lengths_mark
 
 
@@ -88,6 +88,11 @@ def _read_otherwise(
         f"({'; '.join(told)}); say it: auto_parallel(..., batch_dims={{name: dim}}), with None for "
         "a tensor that is the same for all samples"
     )
+
+
+def parted(groups: Groups, layout: BatchLayout) -> dist.ProcessGroup | None:
+    """The ranks of dp, where their batches are parts of one."""
+    return groups.axis("dp") if len(layout.sizes) > 1 else None
 
 
 def may_be_joined(batch: Any, dims: BatchDims) -> bool:

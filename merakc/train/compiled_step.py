@@ -36,7 +36,8 @@ Tensors = dict[str, torch.Tensor]
 class Form:
     """What a compiled step gives beside the loss: nothing, the results that are `kept`, all of them
     where that is None; or, with `results`, everything that the forward returns, untrained, of all
-    samples at once where it is `undivided`.
+    samples at once where it is `undivided`, and of this rank's alone where it is `alone`: what dp
+    ranks are given is no batch together.
 
     `module` is recorded in place of the model, `mark` tells such modules apart; `dims` says where
     samples stand in its batch, where the plan does not.
@@ -45,6 +46,7 @@ class Form:
     train: bool
     results: bool = False
     undivided: bool = False
+    alone: bool = False
     kept: frozenset[str] | None = frozenset()
     mark: Hashable = None
     module: nn.Module | None = field(default=None, compare=False)

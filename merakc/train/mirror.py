@@ -14,6 +14,7 @@ from functools import cache, wraps
 from inspect import getattr_static, iscoroutinefunction
 from types import FunctionType, MethodType
 from typing import Any, Never, Self
+from weakref import ref
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from merakc.train.parameters.memory import COMPILED
 from merakc.train.parameters.places import check_here, elsewhere
 from merakc.train.parameters.resetting import RESETS, reset
 from merakc.train.told import warn_of_line
+from merakc.train.withheld import Withheld, refuse_to_change
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # What every module has, and a mirror has for itself.
@@ -80,6 +82,7 @@ class Mirror(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets on the source, for the steps that come, what is no module's own."""
         source = self.__dict__.get("_source")
+        refuse_to_change(name)
         if name == "__class__":
             raise ConfigError(
                 f"{type(self).__name__} is to become a {value.__name__}: modules of a model that "
@@ -101,6 +104,7 @@ class Mirror(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         """Deletes what is no module's own of the source, too."""
+        refuse_to_change(name)
         if any(name in held for held in (self._modules, self._parameters, self._buffers)):
             raise ConfigError(f"'{name}' is deleted after auto_parallel, {COMPILED}")
         source = self.__dict__["_source"]
@@ -185,20 +189,32 @@ _ELSEWHERE = (
 )
 
 
+def refuse_alone(part: Mirror) -> Never:
+    """Refuses to train a part by itself, and to run one whose model is gone."""
+    raise ConfigError(
+        f"{type(part._source).__name__} is called by itself, outside the model's forward: it is "
+        "part of compiled steps, and this rank may hold a part of its weights; call the model, or, "
+        "to evaluate the part alone, keep the model, and call it under torch.no_grad() or after "
+        "model.eval()"
+    )
+
+
 class Part(Mirror):
     """A module inside a parallel model."""
 
-    def forward(self, *_: Any, **__: Any) -> Never:
-        """Refuses: this rank has not all of its weights."""
-        raise ConfigError(
-            f"{type(self._source).__name__} is called by itself, outside the model's forward: it "
-            "is part of compiled steps, and this rank may hold a part of its weights; call the "
-            "model, or model.predict"
-        )
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its steps are compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns, where that is not to be trained: by a step of its own, which
+        every rank has to call.
+        """
+        model = self.__dict__["_within"]()
+        if model is None or (self.training and torch.is_grad_enabled()):
+            refuse_alone(self)
+        return model._evaluated(self._source, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """As of any mirror; what is withheld says so."""
-        if any(isinstance(vars(base).get(name), _Withheld) for base in type(self).__mro__):
+        if any(isinstance(vars(base).get(name), Withheld) for base in type(self).__mro__):
             raise AttributeError(
                 f"{type(self).__name__}.{name} is not there after auto_parallel, but in the "
                 f"model's forward: this rank may hold a part of its weights; {_ELSEWHERE}"
@@ -225,28 +241,6 @@ class Part(Mirror):
 
     register_forward_hook = register_forward_pre_hook = register_backward_hook = _hooked
     register_full_backward_hook = register_full_backward_pre_hook = _hooked
-
-
-class _Withheld:
-    """A method or property of a user's class: it would take a rank's part of weights for all. A
-    method is there, lest code that looks for it passes over it in silence, and refuses.
-    """
-
-    def __init__(self, value: Any = None) -> None:
-        self.method = value if isinstance(value, FunctionType) else None
-
-    def __get__(self, part: Part | None, _: type | None = None) -> Any:
-        if part is None or self.method is None:
-            raise AttributeError  # and so `Part.__getattr__` is asked
-        return MethodType(self, part)
-
-    def __call__(self, part: Part, *_: Any, **__: Any) -> Never:
-        assert self.method is not None
-        raise ConfigError(
-            f"{type(part).__name__}.{self.method.__name__} is called after auto_parallel, and this "
-            "rank may hold a part of the module's weights; call it before, or inside the model's "
-            "forward"
-        )
 
 
 def _resetting(method: str) -> Any:
@@ -309,7 +303,7 @@ def part_type(kind: type[nn.Module]) -> type[Part]:
     for name, value in _code(kind):
         own = getattr_static(Part, name, None)  # what a part does in place of it
         walks = name.startswith("__") and isinstance(value, FunctionType)  # `len(part)`, `part[0]`
-        withheld = guarded(value) if walks else _Withheld(value)
+        withheld = guarded(value) if walks else Withheld(value)
         if isinstance(value, (classmethod, staticmethod)):  # which are of no module
             withheld = staticmethod(value.__get__(None, kind))
         withheld = _resetting(name) if name in RESETS else withheld
@@ -339,6 +333,8 @@ def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
             hidden |= {name} - _OF_MODULES - _CALLING_THEIRS - vars(object).keys()
         else:
             names.setdefault(name, _as_guarded(value, kind))
+    if isinstance(own := names.get("generate"), FunctionType) and "generate" not in ours:
+        names["generate"] = wraps(own)(lambda self, *a, **kw: self._generated(own, *a, **kw))
     if hidden:
         warn_of_line(
             f"after auto_parallel {', '.join(sorted(hidden))} of a {kind.__name__} are merakc's: "
@@ -356,15 +352,19 @@ def _as_guarded(value: Any, kind: type[nn.Module]) -> Any:
         return property(fget, fset, fdel)
     if isinstance(value, FunctionType) and not iscoroutinefunction(value):
         return guarded(value)
-    return _Withheld()
+    return Withheld()
 
 
-def grow(mirror: Mirror, known: dict[nn.Module, Mirror]) -> None:
-    """Gives a mirror a part for each module in its source, as often as it is there."""
+def grow(mirror: Mirror, known: dict[nn.Module, Mirror], model: Any = None) -> None:
+    """Gives a mirror a part for each module in its source, as often as it is there; by themselves
+    they are run by the `model`, by default the mirror.
+    """
+    model = model or ref(mirror)
     for name, child in mirror.__dict__["_source"]._modules.items():
         if child is not None and child not in known:
             known[child] = part_type(type(child))(child)  # type: ignore[arg-type]
-            grow(known[child], known)
+            vars(known[child])["_within"] = model
+            grow(known[child], known, model)
         mirror._modules[name] = known.get(child)
 
 

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches.objects import check_objects
-from merakc.batches.split import TensorSpecs, signature, tensor_specs
+from merakc.batches.split import TensorSpecs, batch_size_of, signature, tensor_specs
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
@@ -47,7 +47,7 @@ from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.streams import bring
 from merakc.schedules.planned import with_fewer
 from merakc.train.alike import check_alike
-from merakc.train.batch_layout import layout_of
+from merakc.train.batch_layout import layout_of, parted
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
 from merakc.train.compiled_step import CompiledStep, Form, check_held
@@ -118,9 +118,13 @@ class Steps:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         dims: dict[str, Rows | None] | None = None,
+        alone: bool = False,
     ) -> BatchLayout:
-        """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
+        """How the samples of the whole batch lie, of which this is a part, if not `alone`."""
         open_dataclasses((args, kwargs))
+        if alone:
+            self.whole = {}
+            return BatchLayout((batch_size_of(args, kwargs),), 1)
         plan = self.planned.plan if dims is None else replace(self.planned.plan, batch_dims=dims)
         dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
         return layout_of(args, kwargs, plan, dp_rank, group, follows=self.follows)
@@ -172,7 +176,7 @@ class Steps:
             head=self._head(lowered, layout, train=train),
             late=lowered.loss.written,
         )  # fmt: skip
-        known, group = lowered.loss.known, self.groups.axis("dp")
+        known, group = lowered.loss.known, parted(self.groups, layout)
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         besides = Besides(recording, layout, whole, self.device, group)
@@ -184,7 +188,7 @@ class Steps:
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
         head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
-        group, own = self.groups.axis("dp"), self.groups.coordinates[1]  # made by all ranks
+        group, own = parted(self.groups, layout), self.groups.coordinates[1]
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
         return HeadRunner(head, chunk, layout, self.device, group, self.fuser if train else None)
@@ -196,7 +200,7 @@ class Steps:
         """
         plan = self.planned.plan
         dims = plan.batch_dims if form.dims is None else form.dims
-        layout = self.layout(args, kwargs, dims)
+        layout = self.layout(args, kwargs, dims, alone=form.alone)
         layout = replace(layout, micro_batches=1) if form.undivided else layout
         key, self.alike = self.key(args, kwargs, layout, form), layout.alike
         known = self.reads.key(
@@ -297,7 +301,7 @@ class Steps:
         """One step of this rank, which draws by this number."""
         self.bind()
         batches = self.batches(step, args, kwargs)
-        self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
+        self.reads.agree(step.recording.reads, group := parted(self.groups, step.layout))
         if not self.alike:
             check_lengths(step.facts, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen[1]])
@@ -334,7 +338,7 @@ class Steps:
     @torch.no_grad()
     def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
         """Writes the buffers that every part has read as they were before; collective over dp."""
-        group = self.groups.axis("dp")
+        group = parted(self.groups, step.layout)
         for name, parts in sorted(result.written.items()):
             value = parts[0]
             if step.lowered.loss.written[name] is ShareKind.SUM:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches.split import call_arguments
+from merakc.batches.split import batch_size_of, call_arguments
 from merakc.frontend.calls.around import check_around
 from merakc.ir.batches import Rows
 from merakc.runtime.health.job import call
@@ -21,7 +24,9 @@ from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
 from merakc.train.outside.caches import TENSORS, asked_for, cache_in, give_room, with_cache
-from merakc.train.outside.deferred import values_in
+from merakc.train.outside.deferred import of_evaluation, values_in
+from merakc.train.outside.generating import drawing_alike
+from merakc.train.outside.parts import Unshared, Within
 from merakc.train.outside.results import share_results
 
 Tensors = dict[str, torch.Tensor]
@@ -100,8 +105,10 @@ class Forwards(Mirror):
     def _outputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any = None
     ) -> Any:
-        args, kwargs = self._given(args, kwargs)
         steps, dims = self._own("_steps"), None
+        if TENSORS in kwargs and not self._splits(args, kwargs):
+            return self._alone_results(args, kwargs, module, mark)
+        args, kwargs = self._given(args, kwargs)
         if TENSORS in kwargs:  # a cache's, each of all samples
             cached = {f"{TENSORS}.{n}": Rows(0) for n, t in kwargs[TENSORS].items() if t.dim() > 1}
             dims = {**(steps.planned.plan.batch_dims or {}), **cached}
@@ -110,13 +117,73 @@ class Forwards(Mirror):
         )
         return self._results(steps.compile(args, kwargs, form), args, kwargs)
 
+    def _splits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether ranks of dp share in texts: not in those that each goes on with by itself, nor
+        where some would have none.
+        """
+        plan, whole = self._own("_steps").planned.plan, bool(self._own("_reads_whole"))
+        return whole and bool(plan.dp <= batch_size_of(args, kwargs, plan.batch_dims))
+
+    @torch.no_grad()
+    def _alone_results(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any
+    ) -> Any:
+        """What a module returns of what this rank is given, which is no part of a dp batch."""
+        own = Unshared(module)
+        form = Form(train=False, results=True, alone=True, mark=mark, module=own, dims={})
+        step = self._own("_steps").compile(args, kwargs, form)
+        return self._results(step, args, kwargs)["outputs"]
+
+    def _evaluated(self, part: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """All that a module inside the model returns, which is called by itself, of what this rank
+        gives it: the ranks of dp are no parts of one batch. Nothing is differentiated.
+        """
+
+        def run(given: Mapping[str, Any], own: nn.Module, mark: Any = None) -> Any:
+            return self._alone_results(args, given, own, (module.path, mark))
+
+        check_around("the model")
+        self._own("_memory").settle()
+        steps = self._own("_steps")
+        module = Within(steps.source, part)
+        name = f"model.{module.path}(...)"
+        args, kwargs = self._own("_lent").filled(name, *values_in((args, kwargs)))
+        with model_call(steps, name, args, kwargs, training=part.training):
+            cache = cache_in(kwargs)
+            found = with_cache(module, cache, kwargs, run) if cache else run(kwargs, module)
+        learns = any(p.requires_grad for p in self.parameters())
+        return pytree.tree_map_only(torch.Tensor, of_evaluation, found) if learns else found
+
     def _prepare_cache_for_generation(
         self, config: Any, kwargs: dict[str, Any], mode: str, samples: int, longest: int
     ) -> None:
         """What transformers' `generate` asks for a cache."""
-        give_room(self, config, kwargs, mode, longest)
+        give_room(self, config, kwargs, mode, self._longest(config, longest))
         prepare: Any = type(self._source)._prepare_cache_for_generation
         prepare(self, config, kwargs, mode, samples, longest)
+
+    def _longest(self, config: Any, longest: int) -> int:
+        """The most tokens of a text, with those that follow while ranks of dp go on with longer
+        ones. Collective.
+        """
+        group = None if self._own("_reads_whole") else self._own("_steps").groups.axis("dp")
+        if group is None:
+            return longest
+        own = config.max_new_tokens or longest
+        most = torch.tensor(own, device=self._own("_steps").device)
+        with call("the length of texts"):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        return longest + int(most) - (config.max_new_tokens or 0)
+
+    def _generated(self, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the user's own `generate` gives. Ranks of dp go on until all texts have ended."""
+        groups, whole = self._own("_steps").groups, self._own("_reads_whole")
+        own = inspect.signature(theirs)
+        given = own.bind_partial(self, *args, **kwargs).arguments
+        if groups.mesh.dp > 1 and not whole and {"synced_gpus"} <= own.parameters.keys() - given:
+            kwargs["synced_gpus"] = True
+        with drawing_alike(groups, "world" if whole else "model"):
+            return theirs(self, *args, **kwargs)
 
     @torch.no_grad()
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

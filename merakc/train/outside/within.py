@@ -10,23 +10,9 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
-from merakc.frontend.values.outside import WithLoss
-from merakc.train.mirror import Mirror, Part, grow, users_type
+from merakc.train.mirror import Mirror, grow, refuse_alone, users_type
 from merakc.train.outside.forwards import Forwards
-
-
-class Within(WithLoss):
-    """A model of which a forward runs one part alone, under the model's own names."""
-
-    path: str
-
-    def __init__(self, model: nn.Module, path: str) -> None:
-        super().__init__(model, None)
-        vars(self).update(path=path)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The part's outputs."""
-        return self.model.get_submodule(self.path)(*args, **kwargs)
+from merakc.train.outside.parts import Within
 
 
 class Inner(Forwards):
@@ -35,9 +21,7 @@ class Inner(Forwards):
     def __init__(self, source: nn.Module, whole: Forwards) -> None:
         super().__init__(source)
         object.__setattr__(self, "_whole", whole)
-        model = whole._own("_steps").source
-        path = next(name for name, part in model.named_modules() if part is source)
-        object.__setattr__(self, "_recorded", Within(model, path))
+        object.__setattr__(self, "_recorded", Within(whole._own("_steps").source, source))
 
     def _own(self, name: str) -> Any:
         return self._whole._own(name)
@@ -55,7 +39,7 @@ class Inner(Forwards):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """All that the part returns. Raises `ConfigError` where gradients are on."""
         if torch.is_grad_enabled():
-            Part.forward(self)  # type: ignore[arg-type]
+            refuse_alone(self)
         return self.predict(*args, **kwargs)
 
 

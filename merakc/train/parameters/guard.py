@@ -70,14 +70,12 @@ class Guard(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """See the module's text."""
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, _name(func)
         for leaf in pytree.tree_leaves((args, kwargs)):
             shape = _whole_shape(leaf) if isinstance(leaf, torch.Tensor) else None
             shape = None if isinstance(leaf, Known) else shape
             if shape is None:
                 continue
-            access = func.__name__ in _ACCESS
-            name = func.__self__.__name__ if access else func.__name__
             if name in _OF_WHOLE and func.__name__ != "__set__" and leaf is args[0]:
                 whole = torch.empty(shape, dtype=leaf.dtype, device="meta")
                 return func(whole, *args[1:], **kwargs)
@@ -88,6 +86,15 @@ class Guard(TorchFunctionMode):
                     f"take them for all: {REMEDY}"
                 )
         return func(*args, **kwargs)
+
+    def asks(self, func: Any) -> bool:
+        """Whether a call asks something about a tensor, and changes none of its elements."""
+        return _name(func) in _OF_WHOLE | _OF_ANY and func.__name__ not in ("__set__", "__delete__")
+
+
+def _name(func: Any) -> str:
+    """What is called, or asked for."""
+    return str(func.__self__.__name__ if func.__name__ in _ACCESS else func.__name__)
 
 
 def _whole_shape(tensor: torch.Tensor) -> Sequence[int] | None:
@@ -104,7 +111,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _here.guard is not None or not self._in_parts:
             return function(self, *args, **kwargs)
-        with guard(f"{type(self).__name__}.{function.__name__}"):
+        with guard(Guard(f"{type(self).__name__}.{function.__name__}")):
             found = function(self, *args, **kwargs)
             return iter([*found]) if isgeneratorfunction(function) else found
 
@@ -112,14 +119,19 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def guard(called: str) -> Iterator[None]:
-    """Guards the parameters of parallel models while a method of that name runs."""
-    _here.guard = Guard(called)
+def guard(by: Guard) -> Iterator[None]:
+    """Guards the parameters of parallel models while a method runs."""
+    _here.guard = by
     try:
-        with _here.guard:
+        with by:
             yield
     finally:
         _here.guard = None
+
+
+def guarding() -> Guard | None:
+    """What guards them now."""
+    return _here.guard
 
 
 def indexed(kind: type[nn.Module]) -> Any:

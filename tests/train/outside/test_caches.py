@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -193,9 +194,23 @@ class Grows(Twice):
         return super().forward(x)
 
 
+class Keeps(Twice):
+    """Leaves something with the cache."""
+
+    def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
+        """Of `[n, s, 4]`."""
+        if past_key_values is not None:
+            past_key_values.keeper = self
+        return self.layer(x)
+
+
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [(Twice, "updates a layer of its cache twice"), (Grows, "adds layers to the DynamicCache")],
+    [
+        (Twice, "updates a layer of its cache twice"),
+        (Grows, "adds layers to the DynamicCache"),
+        (Keeps, "sets 'keeper' of the DynamicCache that it is given to a Keeps"),
+    ],
 )
 def test_what_cannot_be_followed_is_refused(kind: type[Twice], told: str) -> None:
     x = torch.zeros(2, 3, 4)
@@ -221,5 +236,9 @@ def test_only_caches_of_layers_are_taken_for_some() -> None:
 
     static = StaticCache(build(llama).config, 8)
     assert cache_in({"past_key_values": static}) is static
+    both = EncoderDecoderCache(static, StaticCache(build(llama).config, 8))
+    assert cache_in({"past_key_values": both}) is both
+    both.is_updated["more"] = torch.ones(1)
+    assert cache_in({"past_key_values": both}) is None
     for other in (None, (1, 2), Holder([]), Holder([State()]), Holder([3])):
         assert cache_in({"past_key_values": other}) is None
