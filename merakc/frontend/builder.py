@@ -15,6 +15,7 @@ from merakc.batches.split import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
+from merakc.frontend.hits.idle import Skip
 from merakc.frontend.python.content import tensors_in
 from merakc.frontend.python.plain_tensors import call_reason, layout_reason
 from merakc.frontend.python.views import View, Views
@@ -169,7 +170,11 @@ class GraphBuilder:
         kept = tuple(i for i in self.inputs if i.name in read)
         constants = {name: value.detach().clone() for name, value in self.constants.items()}
         graph = Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
-        return with_regions(graph, self.sources, len(self.functions))
+        return with_regions(graph, self.sources, len(self.functions), self._skips())
+
+    def _skips(self) -> Sequence[Skip]:
+        """What turns of loops over what was hit leave out where they were not."""
+        return ()
 
     # ------------------------------------------------------------------ pieces of a node
 

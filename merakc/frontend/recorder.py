@@ -34,7 +34,7 @@ from merakc.frontend.calls.communication import (
     no_objects_sent,
     number_of_ranks_unknown,
 )
-from merakc.frontend.calls.draws import ASKED, Draws, is_drawn
+from merakc.frontend.calls.draws import ASKED, Draws, drops_nothing, is_drawn
 from merakc.frontend.calls.encoders import as_in_training
 from merakc.frontend.calls.forms import (
     Forms,
@@ -58,8 +58,8 @@ from merakc.frontend.contexts import (
 )
 from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.history import HistoryRecorder
+from merakc.frontend.hits.visits import Visiting
 from merakc.frontend.replaced import replaced
-from merakc.frontend.selections import Selecting
 from merakc.frontend.source import user_line
 from merakc.frontend.values.made import recorded_tensors
 from merakc.frontend.values.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
@@ -91,7 +91,7 @@ QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_comp
 METADATA = "aten._assert_tensor_metadata.default"
 
 
-class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+class Recorder(WholeModules, Visiting, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
@@ -154,7 +154,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(recorded_tensors())
             stack.enter_context(self._answering())
             asked = {"numpy": self._numpy, "data_ptr": self._address}
-            for name, of in {**asked, "__repr__": self._text, "__format__": self._text}.items():
+            asked |= {"__repr__": self._text, "__format__": self._formatted}
+            for name, of in {**asked, "__iter__": self._iterate}.items():
                 stack.enter_context(
                     replaced(FakeTensor, name, lambda x, *y, of=of, **how: of(x, *y, **how))
                 )
@@ -166,6 +167,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
                 yield
             except Exception as error:
                 self._finish(watch)
+                self.blame_loop(error)
                 if isinstance(error, (MerakError, DrawnError, SymbolsNeededError)):
                     raise
                 raise ForwardError(
@@ -292,7 +294,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
         if is_drawn(func):
-            if self.symbolic and is_symbolic((args, kwargs)):
+            sized = self.symbolic and is_symbolic((args, kwargs))
+            if sized and not drops_nothing(func, args):
                 raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
             with self:
