@@ -173,6 +173,10 @@ class LoopWriter:
 
     def _read(self, node: Node, name: str, read: Read) -> Ref:
         spec = self.specs[read.of]
+        if read.lead:
+            spec = TensorSpec(spec.shape[read.lead :], spec.dtype)
+            rows = self.add(f"of.{name}.rows", RESHAPE, (read.of, spec.shape), spec, like=node)
+            read = Read(rows, read.along)
         if read.along == (self.grid[0],):
             source, by = read.of, self.tokens
         elif sorted(read.along) == sorted(self.grid) and self._fits(read):
