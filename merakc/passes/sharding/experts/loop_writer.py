@@ -15,6 +15,7 @@ import torch
 
 from merakc.frontend.values.symbols import Number
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.opaque import REACHED, Call, enter
 from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.passes.sharding.experts.turns import INDEX, Read, Turn
 from merakc.passes.sharding.rows import POINTWISE
@@ -41,14 +42,17 @@ class OwnParametersError(Exception):
 
 
 class LoopWriter:
-    """The nodes of one loop; `own` are the parameters of all experts by those of the first."""
+    """The nodes of one loop; `own` are the parameters of all experts by those of the first, of
+    which those have no gradient whose expert, by `marks`, has no rows.
+    """
 
     def __init__(
         self, graph: Graph, turns: Sequence[Turn], own: Mapping[Ref, tuple[Ref, ...]],
-        *, covers: bool,
+        marks: Mapping[str, int], *, covers: bool,
     ) -> None:  # fmt: skip
         self.turns, self.first, self.own, self.covers = turns, turns[0], own, covers
-        self.last = turns[-1].node
+        self.last, self.marks = turns[-1].node, marks
+        self.functions: dict[str, Call] = {}  # what notes which experts have rows
         self.nodes: list[Node] = []
         self.body: list[Node] = []  # what computes on rows
         self.specs: dict[Ref, TensorSpec] = dict(graph.specs())
@@ -107,6 +111,8 @@ class LoopWriter:
         one = self.add("one", "aten.sum.dim_IntList", (less, (0,)), ((slots,), number))
         own = (slots,), number
         self.experts = self.add("experts", "aten.add.Tensor", (one, count), own)
+        if self.marks:
+            self.experts = self.add("reached", REACHED, (self.experts, self._noting()), own)
         ids = self.add("sort", "aten.sort.stable", (self.experts,), [own, own],
                        kwargs=(("stable", True),))  # fmt: skip
         self.order = Ref(ids.node, 1)
@@ -123,6 +129,13 @@ class LoopWriter:
             args = self.order, self.choices
             self.tokens = self.add("tokens", "aten.floor_divide.default", args, own)
         self.back = self._inverse()
+
+    def _noting(self) -> str:
+        about = {"module": self.last.module, "source": self.last.source}
+        call = Call(list, (), **about, marks=self.marks)
+        key = enter(call)
+        self.functions[key] = call
+        return key
 
     def _inverse(self) -> Ref:
         own = (self.slots,), torch.int64

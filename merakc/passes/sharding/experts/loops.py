@@ -102,7 +102,7 @@ class _Loop:
                 "a row that one expert has twice would be written once: use out.index_add_"
             )
         covers = self.choices.covers(chosen)
-        writer = LoopWriter(self.graph, self.turns, own, covers=covers)
+        writer = LoopWriter(self.graph, self.turns, own, self._marks(own), covers=covers)
         try:
             made = writer.run()
         except OwnParametersError as error:
@@ -115,7 +115,8 @@ class _Loop:
                 nodes += writer.nodes
             if node.name not in names:
                 nodes.append(node)
-        done = replace(self.graph, nodes=tuple(nodes))
+        functions = {**self.graph.functions, **writer.functions}
+        done = replace(self.graph, nodes=tuple(nodes), functions=functions)
         return done.renamed({Ref(self.turns[-1].node.name): made})
 
     def _fault(self, why: str) -> NotATurnError:
@@ -143,6 +144,7 @@ class _Loop:
                 continue
             items = [self.inputs.get(r.node) for r in refs]
             alone = len({*refs}) == len(refs) and all(len(users[r.node]) == 1 for r in refs)
+            alone = alone and not any(o.ref in refs for o in self.graph.outputs)
             if not alone or not _are_parameters(items):
                 raise self._fault(
                     f"'{first.node}' and what the other experts read there are no parameters of "
@@ -150,6 +152,18 @@ class _Loop:
                 )
             own[first] = refs
         return own
+
+    def _marks(self, own: Mapping[Ref, tuple[Ref, ...]]) -> dict[str, int]:
+        """The number of the expert of each parameter that has a gradient where it has rows alone.
+
+        Raises `NotATurnError` where only some experts are passed over that have none.
+        """
+        if not any(turn.hit for turn in self.turns):
+            return {}
+        if not all(turn.hit for turn in self.turns):
+            raise self._fault("only some experts are passed over where they have no rows")
+        items = [(k, self.inputs[r.node]) for refs in own.values() for k, r in enumerate(refs)]
+        return {item.target: k for k, item in items if item.requires_grad}
 
     def _check_rows(self, writer: LoopWriter) -> None:
         """Raises `NotATurnError` where a call may compute a row of others."""

@@ -54,7 +54,7 @@ class Turn:
     `reads` says what calls have read, `places` which values are places along which dim of the
     `mask`. The `made` rows are added to those of `target` (`adds`), or written there, that the
     places along the mask's dim `dim` name, `once` where an expert may have a row twice. `sizes`
-    are the numbers of rows that are chosen.
+    are the numbers of rows that are chosen. Where none is, a turn of what was `hit` is passed over.
     """
 
     node: Node
@@ -71,6 +71,7 @@ class Turn:
     dim: int = 0
     adds: bool = True
     once: bool = False
+    hit: bool = False
     end: str = ""  # the call that writes
 
     def __post_init__(self) -> None:
@@ -94,6 +95,10 @@ class Turn:
             raise NotATurnError(call.source, "what a mask chooses is not written to rows once")
         if now(region.outputs[0]) != Ref(self.end):
             raise NotATurnError(call.source, "what is read of it is not what it writes to")
+        hit = {now(skip.mask) for skip in region.skips.values()}
+        self.hit = bool(hit)
+        if self.hit and hit != {self.mask}:
+            raise NotATurnError(call.source, "turns of two experts meet in one part")
 
     def _add(self, node: Node, name: str) -> None:
         read = [r for r in node.refs if r in self.places or r in self.rows]
