@@ -170,9 +170,9 @@ class GraphBuilder:
         kept = tuple(i for i in self.inputs if i.name in read)
         constants = {name: value.detach().clone() for name, value in self.constants.items()}
         graph = Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
-        return with_regions(graph, self.sources, len(self.functions), self._skips())
+        return with_regions(graph, self.sources, len(self.functions), self.skips())
 
-    def _skips(self) -> Sequence[Skip]:
+    def skips(self) -> Sequence[Skip]:
         """What turns of loops over what was hit leave out where they were not."""
         return ()
 

@@ -25,6 +25,7 @@ from merakc.frontend.calls.generators import DrawnError
 from merakc.frontend.calls.refusals import check_modules
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
+from merakc.frontend.hits.alike import LEFT_OUT, blaming, check_alike
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.python.compared import Compared
@@ -32,6 +33,7 @@ from merakc.frontend.python.kinds import usual_types
 from merakc.frontend.python.plain_tensors import check_identities, check_memory
 from merakc.frontend.python.sets import goes_through_sets, in_needed_order
 from merakc.frontend.recorder import Recorder
+from merakc.frontend.regions import Region
 from merakc.frontend.values.outside import LossAndOutputs
 from merakc.frontend.values.reads import Reads, ValuesNeededError
 from merakc.frontend.values.symbols import Answer, Symbols
@@ -158,8 +160,12 @@ def _less_opaque(
 
 
 def opaque_share(graph: Graph) -> float:
-    """The share of the flops of a forward that opaque modules compute."""
-    as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)
+    """The share of the flops of a forward that opaque modules compute, but for turns of loops over
+    what was hit, which no batch says.
+    """
+    calls = [find(n.args[-1]) for n in graph.nodes if n.op == OPAQUE]
+    turns = [c for c in calls if isinstance(c.forward, Region) and c.forward.skips]
+    as_it_is = sum(c.flops for c in calls) - sum(c.flops for c in turns)
     if not as_it_is:
         return 0.0
     specs = graph.specs()
@@ -247,6 +253,15 @@ def _record(
                 _run(second, model, slots, args, kwargs, fallbacks)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
+            for left_out in LEFT_OUT if second.hit_loops else ():
+                other = Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose)
+                other.views, other.left_out = second.views, left_out
+                other.leftovers, other.was_constant = second.leftovers, second.was_constant
+                current.append(other)
+                with blaming(second):
+                    _run(other, model, slots, args, kwargs, fallbacks)
+                    leftovers.check_left(state.changes())
+                    check_alike(second, other)
             how.compared.add(graph)
     aliases = aliases_of(model)
     if goes_through_sets(model):

@@ -147,7 +147,8 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
                 source, why = "", f"a turn fails: {failure(error)}"
             raise self.hit_loops[-1].error(source, why.partition("; ")[0]) from error
 
-    def _skips(self) -> tuple[Skip, ...]:
+    def skips(self) -> tuple[Skip, ...]:
+        """What turns leave out where they were not hit. Raises where that may be read."""
         found: list[Skip] = []
         for loop in self.hit_loops:
             if not loop.whole:
