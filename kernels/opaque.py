@@ -134,7 +134,7 @@ def opaque_backward(
 
 def reached(numbers: Tensor, key: str) -> Tensor:
     """The numbers, as they are; the call of the key has `used` them."""
-    find(key).used.update(numbers.unique().tolist())
+    find(key).used.update(torch.unique(numbers).tolist())
     return numbers.clone()
 
 

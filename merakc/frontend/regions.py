@@ -41,9 +41,7 @@ _SYMBOL = re.compile(r"\b(?:u|zuf|read)\d+\b")
 WHY = "shapes or numbers depend on the data"
 
 
-def with_regions(
-    graph: Graph, sources: Sources, number: int, skips: Sequence[Skip] = ()
-) -> Graph:
+def with_regions(graph: Graph, sources: Sources, number: int, skips: Sequence[Skip] = ()) -> Graph:
     """The graph with a node for each region, of which some calls have `skips`; regions are numbered
     from `number` on.
 

@@ -88,10 +88,14 @@ def _told(
         return _SYMBOL.sub(lambda m: symbols.setdefault(m[0], f"s{len(symbols)}"), plain)
 
     found: list[tuple[tuple[Any, ...], str]] = []
+
+    def named(ref: Ref) -> Any:
+        return names[at(ref)]
+
     for node in live:
-        args = map_refs((node.args, node.kwargs), lambda ref: names[at(ref)])
+        args = map_refs((node.args, node.kwargs), named)
         call = (node.op, text(args), text(node.outputs), node.grad)
-        names |= {ref: ("call", len(found), ref.index) for ref in node.outs}
+        names.update({ref: ("call", len(found), ref.index) for ref in node.outs})
         found.append((call, node.source))
     ended = [(o.kind, o.name) for o in of.outputs] + [(w, s) for _, w, s in of.checked]
     return [*found, *(((*e, names[r]), "") for e, r in zip(ended, ends, strict=True))]

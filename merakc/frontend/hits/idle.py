@@ -16,7 +16,7 @@ import torch
 
 from merakc.frontend.calls.views import dim_before, keeps_elements
 from merakc.frontend.values.reads import Sources, read_refs
-from merakc.frontend.values.symbols import Number, numbers
+from merakc.frontend.values.symbols import numbers
 from merakc.ir.graph import Input, InputKind, Node, Output, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
 
@@ -189,9 +189,7 @@ class _Turn:
             dim = node.args[1] if len(node.args) > 1 else 0
             at = node.args[2] if node.op == SELECT else ref.index
             dim %= len(shape)
-            if self.gone.get(source) == dim and at % shape[dim] == place:
-                return True
-            return False
+            return bool(self.gone.get(source) == dim and at % shape[dim] == place)
         if node.op == EQUAL:
             return node.args[1] == place and source in self.absent
         reduced = node.op in ANY or node.op == "aten.any.default"
@@ -240,14 +238,14 @@ class _Turn:
         return tuple(o.shape for o in node.outputs if o is not None)
 
     def _masks(self, node: Node) -> list[Ref]:
-        """The masks of the turn by which a call selects."""
-        if node.op == NONZERO:
-            return [node.args[0]] if self.is_zero(node.args[0]) else []
-        if node.op not in (INDEX, PUT):
-            return []
-        masks = (torch.bool, torch.uint8)
-        chosen = [r for r in node.args[1] if r is not None and self.known.spec(r).dtype in masks]
-        return [r for r in chosen if self.is_zero(r)]
+        """The masks by which a call selects. Raises where one may choose what was not hit."""
+        chosen: list[Ref] = [node.args[0]] if node.op == NONZERO else []
+        if node.op in (INDEX, PUT):
+            given = [r for r in node.args[1] if r is not None]
+            chosen = [r for r in given if self.known.spec(r).dtype in (torch.bool, torch.uint8)]
+        if not all(map(self.is_zero, chosen)):
+            raise self.refuse(node.source, "a mask is not known to be true just of what was hit")
+        return chosen
 
     def _target(self, node: Node, symbols: set[str], chosen: Sequence[Ref]) -> Ref | None:
         """What a call leaves as it is, since no rows are written."""
@@ -264,9 +262,10 @@ class _Turn:
     def _is_empty(self, ref: Any, symbols: set[str]) -> bool:
         if not isinstance(ref, Ref):
             return False
-        sizes = [n for n in self.known.spec(ref).shape if isinstance(n, Number)]
-        return any({*n.symbols} <= symbols and n.value(dict.fromkeys(n.symbols, 0)) == 0
-                   for n in sizes)  # fmt: skip
+        return any(
+            {*n.symbols} <= symbols and n.value(dict.fromkeys(n.symbols, 0)) == 0
+            for n in numbers(self.known.spec(ref).shape)
+        )
 
 
 def _reduced(node: Node, dims: int) -> list[int]:

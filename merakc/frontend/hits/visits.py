@@ -74,14 +74,14 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
 
     def _places_in(self, tensor: FakeTensor) -> tuple[Ref, int] | None:
         """The mask in whose places a tensor goes through, and how many these can be."""
-        spec = spec_of(tensor)
-        is_list = bool(spec.shape) and spec.shape[1:] in ((), (1,))
-        if not is_list or not isinstance(spec.shape[0], Number) or self._is_known(tensor):
+        shape: tuple[Any, ...] = spec_of(tensor).shape
+        is_list = bool(shape) and shape[1:] in ((), (1,))
+        if not is_list or not isinstance(shape[0], Number) or self._is_known(tensor):
             return None
         node = self.reader.maker_of(self._ref(tensor).node)
         while node is not None and node.op in PASSED:
             node = self.reader.maker_of(node.refs[0].node)
-        if node is None or node.op != NONZERO or node.spec.shape != (spec.shape[0], 1):
+        if node is None or node.op != NONZERO or node.spec.shape != (shape[0], 1):
             return None
         maker = self.reader.maker_of(node.refs[0].node)
         size = None if maker is None else maker.outputs[node.refs[0].index]

@@ -134,7 +134,7 @@ OTHERS: tuple[tuple[Any, str], ...] = (
     (_loop(_of_rows, _told), "read behind a turn"),
     (_loop(_added), "read behind a turn"),
     (_loop(_drawn), "random numbers"),
-    (_loop(_other_mask), "behind a turn"),
+    (_loop(_other_mask), "a mask is not known"),
     (_loop(_aside), "a parameter is read aside from rows"),
     (_loop(_kept_in_module), "the forward is another"),
 )

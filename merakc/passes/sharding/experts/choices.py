@@ -26,6 +26,7 @@ BOTH = frozenset(
     f"aten.{name}"
     for name in ("mul.Tensor", "logical_and.default", "bitwise_and.Tensor", "__and__.Tensor")
 )
+ANY = ("aten.any.dim", "aten.any.dims")
 TRUTHS = ("aten.ne.Scalar", "aten.gt.Scalar")
 
 
@@ -73,6 +74,25 @@ class Choices:
                 if len(own) == len(nodes) and self.of(own) is not None:
                     return Chosen()
         return None
+
+    def before_any(self, masks: Sequence[Ref]) -> tuple[list[Ref], list[int]] | None:
+        """The masks of which these are true where any is along some dims, and the other dims, which
+        these have; None of others.
+        """
+        found: list[Ref] = []
+        rest: set[tuple[int, ...]] = set()
+        for mask in masks:
+            node = self.makers.get(mask.node)
+            if node is None or node.op not in ANY:
+                return None
+            dims = len(self.specs[node.refs[0]].shape)
+            gone = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            kept = tuple(d for d in range(dims) if d not in {g % dims for g in gone})
+            if len(kept) != len(node.spec.shape):
+                return None
+            found.append(node.refs[0])
+            rest.add(kept)
+        return (found, list(rest.pop())) if len(rest) == 1 else None
 
     def covers(self, chosen: Chosen) -> bool:
         """Whether each element is one expert's: numbers are places in a dim of as many."""

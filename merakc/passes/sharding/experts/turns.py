@@ -66,6 +66,7 @@ class Turn:
     rows: set[Ref] = field(default_factory=set)
     sizes: set[Number] = field(default_factory=set)
     mask: Ref | None = None
+    given: Ref | None = None  # the mask that the calls read
     target: Ref | None = None
     made: Ref | None = None
     dim: int = 0
@@ -73,6 +74,16 @@ class Turn:
     once: bool = False
     hit: bool = False
     end: str = ""  # the call that writes
+
+    def over(self, mask: Ref, dims: Sequence[int]) -> None:
+        """Takes the places of another mask, of which the mask's own dims are these, and which is
+        true once at most where that is.
+        """
+        self.mask, self.dim = mask, dims[self.dim]
+        self.reads = {
+            ref: replace(read, along=tuple(dims[k] for k in read.along))
+            for ref, read in self.reads.items()
+        }
 
     def __post_init__(self) -> None:
         call = find(self.node.args[-1])
@@ -154,7 +165,7 @@ class Turn:
     def _take_mask(self, node: Node, mask: Ref) -> None:
         if mask not in self.specs or self.mask not in (None, mask):
             raise NotATurnError(node.source, "several masks choose its rows")
-        self.mask = mask
+        self.mask = self.given = mask
 
     def _is_mask(self, value: Any) -> bool:
         spec = self.specs.get(value) if isinstance(value, Ref) else None
