@@ -15,13 +15,13 @@ from merakc.batches.split import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
-from merakc.frontend.hits.idle import Skip
 from merakc.frontend.python.content import tensors_in
 from merakc.frontend.python.plain_tensors import call_reason, layout_reason
 from merakc.frontend.python.views import View, Views
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.absent import Absent
+from merakc.frontend.values.idle import Skip
 from merakc.frontend.values.reads import Reader
 from merakc.frontend.values.results import PLAIN, find_loss
 from merakc.frontend.values.structures import open_dataclasses

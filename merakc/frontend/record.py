@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from merakc.frontend.calls.generators import DrawnError
 from merakc.frontend.calls.refusals import check_modules
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
-from merakc.frontend.hits.alike import LEFT_OUT, blaming, check_alike
+from merakc.frontend.hits.alike import check_turns
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.python.compared import Compared
@@ -225,11 +226,10 @@ def _record(
     """One attempt."""
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = new_fake_mode(env)
-    fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
-    modes |= {"settling": how.settling}
-    first, second = (
-        Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
-    )
+    fallbacks = how.fallbacks
+    modes = {"watched": how.watched, "exported": how.exported, "settling": how.settling}
+    new = partial(Recorder, fake_mode, **modes, told=how.told, loose=fallbacks.loose)
+    first, second = new(), new()
     current = [first]
     with untouched(model, how.compared.state_of(model)) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
@@ -253,15 +253,13 @@ def _record(
                 _run(second, model, slots, args, kwargs, fallbacks)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
-            for left_out in LEFT_OUT if second.hit_loops else ():
-                other = Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose)
-                other.views, other.left_out = second.views, left_out
-                other.leftovers, other.was_constant = second.leftovers, second.was_constant
+
+            def go_on(other: Recorder) -> None:
                 current.append(other)
-                with blaming(second):
-                    _run(other, model, slots, args, kwargs, fallbacks)
-                    leftovers.check_left(state.changes())
-                    check_alike(second, other)
+                _run(other, model, slots, args, kwargs, fallbacks)
+                leftovers.check_left(state.changes())
+
+            check_turns(second, new, go_on)
             how.compared.add(graph)
     aliases = aliases_of(model)
     if goes_through_sets(model):
@@ -273,7 +271,7 @@ def _record(
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left, checkpoints=first.checkpoints, asks=first.asks,
     )  # fmt: skip
-    for recorder in (first, second):  # which hold themselves: it takes long to find that they do
+    for recorder in (*current, second):  # which hold themselves: it takes long to find that out
         vars(recorder).clear()
     return made
 

@@ -50,12 +50,7 @@ from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without
 from merakc.frontend.calls.repeats import Repeats, Ways
 from merakc.frontend.calls.strides import by_dims
 from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
-from merakc.frontend.contexts import (
-    exporting,
-    fixed_dtypes,
-    module_names,
-    recordable,
-)
+from merakc.frontend.contexts import exporting, fixed_dtypes, module_names, recordable
 from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.history import HistoryRecorder
 from merakc.frontend.hits.visits import Visiting
@@ -294,8 +289,7 @@ class Recorder(WholeModules, Visiting, AsideRecorder, FunctionRecorder, HistoryR
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
         if is_drawn(func):
-            sized = self.symbolic and is_symbolic((args, kwargs))
-            if sized and not drops_nothing(func, args):
+            if self.symbolic and is_symbolic((args, kwargs)) and not drops_nothing(func, args):
                 raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
             with self:

@@ -25,7 +25,7 @@ from torch import Tensor
 from merakc.costs.work.flops import node_flops
 from merakc.errors import RecordError
 from merakc.frontend.calls.ragged import CTC
-from merakc.frontend.hits.idle import Skip
+from merakc.frontend.values.idle import Skip
 from merakc.frontend.values.reads import Sources, Symbolic, read_refs, run_node
 from merakc.frontend.values.symbols import ITEM, Number, has_number, numbers
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, map_refs

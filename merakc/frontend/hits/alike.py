@@ -8,10 +8,9 @@ the turns that are left out.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from merakc.errors import MerakError
 from merakc.frontend.opaque import UntraceableError
@@ -31,21 +30,29 @@ _SYMBOL = re.compile(r"\b(?:u|zuf|read)\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-@contextlib.contextmanager
-def blaming(whole: Visiting) -> Iterator[None]:
-    """Blames a forward that fails, or leaves other things behind, where turns are left out, on the
-    loop.
+V = TypeVar("V", bound="Visiting")
+
+
+def check_turns(whole: V, new: Callable[[], V], run: Callable[[V], None]) -> None:
+    """Has the forward that `whole` has recorded run with `new` recorders that leave turns out.
+
+    Raises `UntraceableError` where one of them fails, leaves other things behind, or records
+    something else.
     """
-    try:
-        yield
-    except MerakError as error:
-        if isinstance(error, (UntraceableError, ValuesNeededError)):
-            raise
-        why = f"without some of its turns the forward is another: {error}"
-        raise whole.hit_loops[0].error("", why) from error
+    for left_out in LEFT_OUT if whole.hit_loops else ():
+        other = new()
+        other.go_on_from(whole, left_out)
+        try:
+            run(other)
+        except MerakError as error:
+            if isinstance(error, (UntraceableError, ValuesNeededError)):
+                raise
+            why = f"without some of its turns the forward is another: {error}"
+            raise whole.hit_loops[0].error("", why) from error
+        _check_alike(whole, other)
 
 
-def check_alike(whole: Visiting, part: Visiting) -> None:
+def _check_alike(whole: Visiting, part: Visiting) -> None:
     """Raises where a recording that leaves turns out is another one than `whole` without them."""
     skips = [skip for skip in whole.skips() if part.left_out(skip.place)]
     gone = {name for skip in skips for name in skip.whole}

@@ -1,9 +1,9 @@
 """Loops over the places where a mask is true, recorded as if it were true in all of them.
 
 `for k in counts.nonzero(): ...` goes through the experts that have rows. Which these are the data
-says; that turns of others compute nothing that anyone reads is shown (`merakc.frontend.hits.idle`),
-and that Python does the same in a turn whichever came before (`merakc.frontend.hits.alike`). Where
-neither can be, the module runs as it is.
+says. That turns of others compute nothing that anyone reads is shown (`frontend/values/idle.py`),
+and that Python does the same in a turn whichever came before (`frontend/hits/alike.py`). Where one
+cannot be, the module runs as it is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from merakc.errors import RecordError, failure
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.calls.generators import DrawnError
-from merakc.frontend.hits.idle import Skip, Visit, skips_of
 from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.selections import INDEX, NONZERO, PASSED, Selecting
 from merakc.frontend.source import user_line
+from merakc.frontend.values.idle import Skip, Visit, skips_of
 from merakc.frontend.values.reads import Origin, ValuesNeededError, really
 from merakc.frontend.values.symbols import Number
 from merakc.ir.graph import Ref
@@ -64,6 +64,11 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
         self.hit_loops: list[HitLoop] = []
         self.left_out: Callable[[int], bool] = lambda place: False
         self.is_visiting = False
+
+    def go_on_from(self, other: Visiting, left_out: Callable[[int], bool]) -> None:
+        """Records what `other` has recorded, behind it, without the turns that are left out."""
+        self.views, self.left_out = other.views, left_out
+        self.leftovers, self.was_constant = other.leftovers, other.was_constant
 
     def _iterate(self, tensor: FakeTensor) -> Iterator[Any]:
         """Stands in for `Tensor.__iter__`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.frontend.calls.places import size_of_places
-from merakc.frontend.calls.views import dim_before, keeps_elements
+from merakc.frontend.values.views import dim_before, keeps_elements
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from merakc.frontend.calls.views import dim_before, keeps_elements
 from merakc.frontend.values.reads import Sources, read_refs
 from merakc.frontend.values.symbols import numbers
+from merakc.frontend.values.views import dim_before, keeps_elements
 from merakc.ir.graph import Input, InputKind, Node, Output, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
 
