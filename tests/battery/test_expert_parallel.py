@@ -27,6 +27,8 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("mixtral", Mesh(cp=2, experts=True), {"offload": "activations", "recompute": "none"}),
     ("gpt_oss", Mesh(cp=2, experts=True), {"recompute": "selective", "overlap": 2}),
     ("loop_uneven", Mesh(cp=4, experts=True), {}),
+    ("loop_hit", Mesh(cp=2, experts=True), {}),
+    ("loop_normed", Mesh(2, cp=2, experts=True), {}),
     ("loop_capacity", Mesh(2, cp=2, experts=True), {"recompute": "full"}),
 ]
 

@@ -286,7 +286,8 @@ CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
     "aten.masked_fill.Tensor": lambda pick, b, m, n, i: (
         randn(b, m, n), torch.rand(b, 1, n) > 0.5, randn(1).reshape(())),
     "merakc.overwritten.default": lambda pick, b, m, n, i: (randn(b, m, n), randn(b, m, n)),
-    "merakc.reached.default": lambda pick, b, m, n, i: (torch.randint(4, (b, m)), opaque.enter(NOTED)),
+    "merakc.reached.default": lambda pick, b, m, n, i: (
+        torch.randint(4, (b, m)), opaque.enter(NOTED)),
     "merakc.dropout.default": lambda pick, b, m, n, i: (
         randn(b, m, n), *KEYS, 0.5, 1, 1, (b, m, n), (0, 0, 0), (b, m, n)),
     "merakc.uniform.default": lambda pick, b, m, n, i: (

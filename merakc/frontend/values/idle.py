@@ -104,13 +104,23 @@ class _Known:
         if self.spec(ref).dtype in (torch.bool, torch.uint8):
             return True
         node = self.made.get(ref.node)
-        if node is None or self.spec(ref).dtype.is_floating_point:
+        if node is None or (self.spec(ref).dtype.is_floating_point and node.op in PRODUCTS):
             return False
         if node.op in COMPARISONS:
             return True
+        if node.op in (CAST, SUM) and not self._is_wider(node):
+            return False
         passing = node.op in PRODUCTS or node.op in (CAST, SUM, SELECT, UNBIND, *WHOLE)
         passing = passing or keeps_elements(node)
-        return passing and all(map(self.is_positive, node.refs))
+        scales = node.args if node.op in PRODUCTS else ()
+        signed = any(isinstance(x, (int, float)) and x < 0 for x in scales)
+        return passing and not signed and all(map(self.is_positive, node.refs))
+
+    def _is_wider(self, node: Node) -> bool:
+        """Whether whole numbers become others that hold them all, or no whole ones."""
+        one, other = self.spec(node.refs[0]).dtype, node.spec.dtype
+        whole = not other.is_floating_point and other != torch.bool
+        return not whole or (not one.is_floating_point and other.itemsize >= one.itemsize)
 
     def keeps_zeros(self, node: Node) -> bool:
         """Whether a call gives zero, or false, where its argument is that, and nowhere else."""
@@ -121,9 +131,7 @@ class _Known:
         one, other = self.spec(node.refs[0]).dtype, node.spec.dtype
         if torch.bool in (one, other):
             return True
-        return not one.is_floating_point and (
-            other.is_floating_point or other.itemsize >= one.itemsize
-        )
+        return not one.is_floating_point and self._is_wider(node)
 
 
 class _Turn:

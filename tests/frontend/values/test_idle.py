@@ -27,6 +27,7 @@ KNOWN: list[tuple[Any, Any]] = [
 UNKNOWN: list[tuple[Any, Any]] = [
     (lambda ids, one: (one - 2 * one.flip(0)).sum(0) > 0, lambda ids, one, k: one[:, k]),
     (lambda ids, one: one.sum(0) > 1, lambda ids, one, k: one[:, k]),
+    (lambda ids, one: (one * -1).sum(0) > 0, lambda ids, one, k: one[:, k]),
     (lambda ids, one: one.sum(0) > 0, lambda ids, one, k: one[:, (k + 1) % EXPERTS]),
     (lambda ids, one: one.sum(0) > 0, lambda ids, one, k: ids == k + 1),
     (lambda ids, one: one.sum(0) > 0, lambda ids, one, k: ids >= k),
