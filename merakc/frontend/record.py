@@ -33,6 +33,7 @@ from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.kinds import usual_types
 from merakc.frontend.python.plain_tensors import check_identities, check_memory
 from merakc.frontend.python.sets import goes_through_sets, in_needed_order
+from merakc.frontend.python.state import PythonState
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.regions import Region
 from merakc.frontend.values.outside import LossAndOutputs
@@ -230,36 +231,32 @@ def _record(
     modes = {"watched": how.watched, "exported": how.exported, "settling": how.settling}
     new = partial(Recorder, fake_mode, **modes, told=how.told, loose=fallbacks.loose)
     first, second = new(), new()
-    current = [first]
+    current: list[Recorder] = []
     with untouched(model, how.compared.state_of(model)) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
         real = {slot.name: slot.real for slot in slots}
         check_identities(real, state.held())
         first.views = second.views = how.compared.views
         first.views.find(slots, (tensor for _, tensor in state.tensors()))
-        outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
+
+        def run(recorder: Recorder) -> Any:
+            current.append(recorder)
+            return _run(recorder, model, slots, args, kwargs, fallbacks)
+
+        outputs, structure, aside = run(first)
         graph = first.graph().pruned()
-        trained = {name for name, tensor in real.items() if tensor.requires_grad}
-        written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
-        check_memory(dict(state.tensors()) | real, trained | written)
+        _check_memory(graph, real, state)
         changes = state.changes()
         left = left_by(changes)
         if changes or (how.repeated and not how.compared.explain(graph)):
             leftovers = Leftovers(changes, first)
             torch.clear_autocast_cache()
             second.leftovers, second.was_constant = leftovers.tensors, leftovers.is_constant
-            current.append(second)
             with clocks_ahead():
-                _run(second, model, slots, args, kwargs, fallbacks)
+                run(second)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
-
-            def go_on(other: Recorder) -> None:
-                current.append(other)
-                _run(other, model, slots, args, kwargs, fallbacks)
-                leftovers.check_left(state.changes())
-
-            check_turns(second, new, go_on)
+            check_turns(second, new, run, lambda: leftovers.check_left(state.changes()))
             how.compared.add(graph)
     aliases = aliases_of(model)
     if goes_through_sets(model):
@@ -274,6 +271,13 @@ def _record(
     for recorder in (*current, second):  # which hold themselves: it takes long to find that out
         vars(recorder).clear()
     return made
+
+
+def _check_memory(graph: Graph, real: Mapping[str, torch.Tensor], state: PythonState) -> None:
+    """Raises `RecordError` where what a step changes shares memory with other tensors."""
+    trained = {name for name, tensor in real.items() if tensor.requires_grad}
+    written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
+    check_memory({**dict(state.tensors()), **real}, trained | written)
 
 
 def without_aside(graph: Graph) -> Graph:

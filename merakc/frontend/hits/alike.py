@@ -33,7 +33,9 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 V = TypeVar("V", bound="Visiting")
 
 
-def check_turns(whole: V, new: Callable[[], V], run: Callable[[V], None]) -> None:
+def check_turns(
+    whole: V, new: Callable[[], V], run: Callable[[V], Any], check_left: Callable[[], None]
+) -> None:
     """Has the forward that `whole` has recorded run with `new` recorders that leave turns out.
 
     Raises `UntraceableError` where one of them fails, leaves other things behind, or records
@@ -44,6 +46,7 @@ def check_turns(whole: V, new: Callable[[], V], run: Callable[[V], None]) -> Non
         other.go_on_from(whole, left_out)
         try:
             run(other)
+            check_left()
         except MerakError as error:
             if isinstance(error, (UntraceableError, ValuesNeededError)):
                 raise

@@ -86,7 +86,8 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
         node = self.reader.maker_of(self._ref(tensor).node)
         while node is not None and node.op in PASSED:
             node = self.reader.maker_of(node.refs[0].node)
-        if node is None or node.op != NONZERO or node.spec.shape != (shape[0], 1):
+        found: tuple[Any, ...] = node.spec.shape if node is not None else ()
+        if node is None or node.op != NONZERO or found != (shape[0], 1):
             return None
         maker = self.reader.maker_of(node.refs[0].node)
         size = None if maker is None else maker.outputs[node.refs[0].index]
