@@ -18,11 +18,14 @@ def by_row(node: Node, rows: Set[Ref], specs: Mapping[Ref, TensorSpec]) -> bool:
     dims = propagate(Graph(inputs, (alone,), ()))
     if dims.opaque:
         return False
+    made = [dims.of[ref] for ref in node.made]
     owns = [dims.of[a] for r, a in alias.items() if r in rows]
     others = [d for r, a in alias.items() if r not in rows for d in dims.of[a]]
     behind = [d for dim in owns for d in dim[1:]]
     barred = {f for d in (*others, *behind, *dims.summed.get(node.name, ())) for f in leaves(d)}
-    firsts = [leaves(dim[0]) for dim in (*owns, *(dims.of[ref] for ref in node.made))]
+    if not owns or not all((*owns, *made)):  # a number has no rows
+        return False
+    firsts = [leaves(dim[0]) for dim in (*owns, *made)]
     row = firsts[0]
     alike = all(first == row for first in firsts) and barred.isdisjoint(row)
     return alike and not any(f.blocked or f.segments for f in row)

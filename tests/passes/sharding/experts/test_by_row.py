@@ -21,6 +21,8 @@ X, W = Ref("x"), Ref("w")
         ("aten.softmax.int", (X, 0), (6, 4), False),
         ("aten.cumsum.default", (X, 0), (6, 4), False),
         ("aten.mean.dim", (X, (0,), True), (1, 4), False),
+        ("aten.sum.default", (X,), (), False),
+        ("aten.mul.Tensor", (W, W), (4,), False),
         ("aten.flip.default", (X, (0,)), (6, 4), False),
     ],
 )
