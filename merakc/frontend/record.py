@@ -227,9 +227,8 @@ def _record(
     """One attempt."""
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = new_fake_mode(env)
-    fallbacks = how.fallbacks
     modes = {"watched": how.watched, "exported": how.exported, "settling": how.settling}
-    new = partial(Recorder, fake_mode, **modes, told=how.told, loose=fallbacks.loose)
+    new = partial(Recorder, fake_mode, **modes, told=how.told, loose=how.fallbacks.loose)
     first, second = new(), new()
     current: list[Recorder] = []
     with untouched(model, how.compared.state_of(model)) as state:
@@ -241,7 +240,7 @@ def _record(
 
         def run(recorder: Recorder) -> Any:
             current.append(recorder)
-            return _run(recorder, model, slots, args, kwargs, fallbacks)
+            return _run(recorder, model, slots, args, kwargs, how.fallbacks)
 
         outputs, structure, aside = run(first)
         graph = first.graph().pruned()
@@ -254,8 +253,7 @@ def _record(
             second.leftovers, second.was_constant = leftovers.tensors, leftovers.is_constant
             with clocks_ahead():
                 run(second)
-            again = second.graph().pruned()
-            leftovers.check(graph, again, state.changes(), second.read_leftovers)
+            leftovers.check(graph, second.graph().pruned(), state.changes(), second.read_leftovers)
             check_turns(second, new, run, lambda: leftovers.check_left(state.changes()))
             how.compared.add(graph)
     aliases = aliases_of(model)
