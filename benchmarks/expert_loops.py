@@ -2,7 +2,9 @@
 
 Each layer has four experts of two linear layers. `index_add` and `masked_writes` are the two usual
 loops; with `capacity` an expert takes no more than so many tokens of a text, the first ones; of
-`uneven` one expert gets most tokens and the last none.
+`uneven` one expert gets most tokens and the last none. `hit` is the same, in a loop over the
+experts that have tokens, as transformers has them; the parameters of the last have no gradient
+then. Experts of `normed` have a norm and a scale of their own, and masks are taken over choices.
 """
 
 from __future__ import annotations
@@ -37,6 +39,18 @@ class Expert(nn.Module):
         return out
 
 
+class NormedExpert(Expert):
+    """The same between a norm and a scale of the expert's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(HIDDEN), nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, hidden]` to `[rows, hidden]`."""
+        return super().forward(self.norm(x)) * self.scale
+
+
 class LoopedExperts(nn.Module):
     """A mixture of the `kind`, of `[batch, sequence, hidden]`."""
 
@@ -44,14 +58,17 @@ class LoopedExperts(nn.Module):
         super().__init__()
         self.kind, self.router = kind, nn.Linear(HIDDEN, EXPERTS)
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-        if kind == "uneven":
+        if kind == "normed":
+            self.experts = nn.ModuleList(NormedExpert() for _ in range(EXPERTS))
+        if kind in ("uneven", "hit", "normed"):
             with torch.no_grad():
                 self.router.bias.copy_(torch.tensor([2.0, 0.0, 0.0, -50.0]))
 
     def forward(self, x: Tensor) -> Tensor:
         """What the experts of each token make of it."""
         chances, flat = self.router(x).softmax(-1), x.reshape(-1, HIDDEN)
-        form = {"masked_writes": self.written, "capacity": self.within_capacity}
+        form = {"masked_writes": self.written, "capacity": self.within_capacity, "hit": self.hit,
+                "normed": self.by_any_choice}  # fmt: skip
         out = form.get(self.kind, self.added)(flat, chances)
         return out.view(x.shape)
 
@@ -63,6 +80,24 @@ class LoopedExperts(nn.Module):
         for k, expert in enumerate(self.experts):
             choice, rows = torch.where(mask[k])
             out.index_add_(0, rows, expert(x[rows]) * weights[rows, choice, None])
+        return out
+
+    def hit(self, x: Tensor, chances: Tensor) -> Tensor:
+        """The same, of the experts alone that have tokens."""
+        weights, chosen = chances.flatten(0, 1).topk(CHOICES, -1)
+        out, mask = torch.zeros_like(x), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        for k in (mask.sum((-1, -2)) > 0).nonzero():
+            choice, rows = torch.where(mask[k].squeeze(0))
+            out.index_add_(0, rows, self.experts[k](x[rows]) * weights[rows, choice, None])
+        return out
+
+    def by_any_choice(self, x: Tensor, chances: Tensor) -> Tensor:
+        """The same of all, with a mask of the tokens that have chosen an expert at all."""
+        flat = chances.flatten(0, 1)
+        chosen, out = flat.topk(CHOICES, -1).indices, torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            mask = (chosen == k).any(-1)
+            out[mask] += expert(x[mask]) * flat[mask, k, None]
         return out
 
     def written(self, x: Tensor, chances: Tensor) -> Tensor:
@@ -119,5 +154,5 @@ EXPERT_LOOPS = {
         causal_batch(EVEN_VOCABULARY),
         shifted,
     )
-    for kind in ("index_add", "uneven", "masked_writes", "capacity")
+    for kind in ("index_add", "uneven", "masked_writes", "capacity", "hit", "normed")
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from merakc.errors import RecordError
 
 OPAQUE, OPAQUE_BACKWARD = "merakc.opaque.default", "merakc.opaque_backward.default"
+REACHED = "merakc.reached.default"
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -35,7 +36,8 @@ class Call:
     line that could not be recorded, `reason` says why. A call of a part of a module has a `digest`
     of what it computes. `used` are the places of the inputs that backwards have found to be used
     since it was last cleared. A backward runs in `holding`, which puts the tensors where the
-    module's parameters are: custom functions may look there.
+    module's parameters are: custom functions may look there. Where numbers say which parameters are
+    used, `marks` has the number of each, by its name, and `used` the numbers.
     """
 
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -48,6 +50,7 @@ class Call:
     digest: str = ""
     used: set[int] = field(default_factory=set)
     holding: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: nullcontext()
+    marks: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The module's outputs, under whatever gradient mode and random state there is."""
@@ -127,6 +130,12 @@ def opaque_backward(
     made = zip(places, leaves, found, strict=True)
     call.used.update(k for k, x, g in made if g is not None or x.grad is not None)
     return _apart(filled, [g for g in grads if g is not None])
+
+
+def reached(numbers: Tensor, key: str) -> Tensor:
+    """The numbers, as they are; the call of the key has `used` them."""
+    find(key).used.update(torch.unique(numbers).tolist())
+    return numbers.clone()
 
 
 def _apart(found: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -218,8 +227,11 @@ torch.library.define(
     "merakc::opaque_backward",
     "(Tensor?[] grads, Tensor[] inputs, Tensor[] seeds, str key, bool[] wanted) -> Tensor[]",
 )
+torch.library.define("merakc::reached", "(Tensor numbers, str key) -> Tensor")
 torch.library.impl("merakc::opaque", "default", opaque)
+torch.library.impl("merakc::reached", "default", reached)
 torch.library.impl("merakc::opaque_backward", "default", opaque_backward)
 torch.library.register_fake("merakc::opaque", _fake)
 torch.library.register_fake("merakc::opaque_backward", _fake_backward)
+torch.library.register_fake("merakc::reached", lambda numbers, key: torch.empty_like(numbers))
 torch.library.register_autograd("merakc::opaque", _differentiate, setup_context=_save)

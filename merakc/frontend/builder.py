@@ -21,6 +21,7 @@ from merakc.frontend.python.views import View, Views
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.absent import Absent
+from merakc.frontend.values.idle import Skip
 from merakc.frontend.values.reads import Reader
 from merakc.frontend.values.results import PLAIN, find_loss
 from merakc.frontend.values.structures import open_dataclasses
@@ -169,7 +170,11 @@ class GraphBuilder:
         kept = tuple(i for i in self.inputs if i.name in read)
         constants = {name: value.detach().clone() for name, value in self.constants.items()}
         graph = Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
-        return with_regions(graph, self.sources, len(self.functions))
+        return with_regions(graph, self.sources, len(self.functions), self.skips())
+
+    def skips(self) -> Sequence[Skip]:
+        """What turns of loops over what was hit leave out where they were not."""
+        return ()
 
     # ------------------------------------------------------------------ pieces of a node
 

@@ -83,6 +83,10 @@ class Leftovers:
                 "a clock, a file, a draw); give them in the batch, or make them a buffer"
             )
 
+    def check_left(self, later: Sequence[Change]) -> None:
+        """Raises `CarriedError` where a forward has left something else behind."""
+        _check_alike(self.changes, self.descriptions, later)
+
 
 def _check_parts(changes: Sequence[Change]) -> None:
     """Raises `CarriedError` where a forward makes or takes away what the model has been given with:

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,16 @@ from merakc.frontend.calls.generators import DrawnError
 from merakc.frontend.calls.refusals import check_modules
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
+from merakc.frontend.hits.alike import check_turns
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.kinds import usual_types
 from merakc.frontend.python.plain_tensors import check_identities, check_memory
 from merakc.frontend.python.sets import goes_through_sets, in_needed_order
+from merakc.frontend.python.state import PythonState
 from merakc.frontend.recorder import Recorder
+from merakc.frontend.regions import Region
 from merakc.frontend.values.outside import LossAndOutputs
 from merakc.frontend.values.reads import Reads, ValuesNeededError
 from merakc.frontend.values.symbols import Answer, Symbols
@@ -158,8 +162,12 @@ def _less_opaque(
 
 
 def opaque_share(graph: Graph) -> float:
-    """The share of the flops of a forward that opaque modules compute."""
-    as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)
+    """The share of the flops of a forward that opaque modules compute, but for turns of loops over
+    what was hit, which no batch says.
+    """
+    calls = [find(n.args[-1]) for n in graph.nodes if n.op == OPAQUE]
+    turns = [c for c in calls if isinstance(c.forward, Region) and c.forward.skips]
+    as_it_is = sum(c.flops for c in calls) - sum(c.flops for c in turns)
     if not as_it_is:
         return 0.0
     specs = graph.specs()
@@ -219,34 +227,34 @@ def _record(
     """One attempt."""
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = new_fake_mode(env)
-    fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
-    modes |= {"settling": how.settling}
-    first, second = (
-        Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
-    )
-    current = [first]
+    modes = {"watched": how.watched, "exported": how.exported, "settling": how.settling}
+    new = partial(Recorder, fake_mode, **modes, told=how.told, loose=how.fallbacks.loose)
+    first, second = new(), new()
+    current: list[Recorder] = []
     with untouched(model, how.compared.state_of(model)) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
         real = {slot.name: slot.real for slot in slots}
         check_identities(real, state.held())
         first.views = second.views = how.compared.views
         first.views.find(slots, (tensor for _, tensor in state.tensors()))
-        outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
+
+        def run(recorder: Recorder) -> Any:
+            current.append(recorder)
+            return _run(recorder, model, slots, args, kwargs, how.fallbacks)
+
+        outputs, structure, aside = run(first)
         graph = first.graph().pruned()
-        trained = {name for name, tensor in real.items() if tensor.requires_grad}
-        written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
-        check_memory(dict(state.tensors()) | real, trained | written)
+        _check_memory(graph, real, state)
         changes = state.changes()
         left = left_by(changes)
         if changes or (how.repeated and not how.compared.explain(graph)):
             leftovers = Leftovers(changes, first)
             torch.clear_autocast_cache()
             second.leftovers, second.was_constant = leftovers.tensors, leftovers.is_constant
-            current.append(second)
             with clocks_ahead():
-                _run(second, model, slots, args, kwargs, fallbacks)
-            again = second.graph().pruned()
-            leftovers.check(graph, again, state.changes(), second.read_leftovers)
+                run(second)
+            leftovers.check(graph, second.graph().pruned(), state.changes(), second.read_leftovers)
+            check_turns(second, new, run, lambda: leftovers.check_left(state.changes()))
             how.compared.add(graph)
     aliases = aliases_of(model)
     if goes_through_sets(model):
@@ -258,9 +266,16 @@ def _record(
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left, checkpoints=first.checkpoints, asks=first.asks,
     )  # fmt: skip
-    for recorder in (first, second):  # which hold themselves: it takes long to find that they do
+    for recorder in (*current, second):  # which hold themselves: it takes long to find that out
         vars(recorder).clear()
     return made
+
+
+def _check_memory(graph: Graph, real: Mapping[str, torch.Tensor], state: PythonState) -> None:
+    """Raises `RecordError` where what a step changes shares memory with other tensors."""
+    trained = {name for name, tensor in real.items() if tensor.requires_grad}
+    written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
+    check_memory({**dict(state.tensors()), **real}, trained | written)
 
 
 def without_aside(graph: Graph) -> Graph:

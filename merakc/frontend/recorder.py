@@ -34,7 +34,7 @@ from merakc.frontend.calls.communication import (
     no_objects_sent,
     number_of_ranks_unknown,
 )
-from merakc.frontend.calls.draws import ASKED, Draws, is_drawn
+from merakc.frontend.calls.draws import ASKED, Draws, drops_nothing, is_drawn
 from merakc.frontend.calls.encoders import as_in_training
 from merakc.frontend.calls.forms import (
     Forms,
@@ -50,16 +50,11 @@ from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without
 from merakc.frontend.calls.repeats import Repeats, Ways
 from merakc.frontend.calls.strides import by_dims
 from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
-from merakc.frontend.contexts import (
-    exporting,
-    fixed_dtypes,
-    module_names,
-    recordable,
-)
+from merakc.frontend.contexts import exporting, fixed_dtypes, module_names, recordable
 from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.history import HistoryRecorder
+from merakc.frontend.hits.visits import Visiting
 from merakc.frontend.replaced import replaced
-from merakc.frontend.selections import Selecting
 from merakc.frontend.source import user_line
 from merakc.frontend.values.made import recorded_tensors
 from merakc.frontend.values.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
@@ -91,7 +86,7 @@ QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_comp
 METADATA = "aten._assert_tensor_metadata.default"
 
 
-class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+class Recorder(WholeModules, Visiting, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
@@ -154,7 +149,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(recorded_tensors())
             stack.enter_context(self._answering())
             asked = {"numpy": self._numpy, "data_ptr": self._address}
-            for name, of in {**asked, "__repr__": self._text, "__format__": self._text}.items():
+            asked |= {"__repr__": self._text, "__format__": self._formatted}
+            for name, of in {**asked, "__iter__": self._iterate}.items():
                 stack.enter_context(
                     replaced(FakeTensor, name, lambda x, *y, of=of, **how: of(x, *y, **how))
                 )
@@ -166,6 +162,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
                 yield
             except Exception as error:
                 self._finish(watch)
+                self.blame_loop(error)
                 if isinstance(error, (MerakError, DrawnError, SymbolsNeededError)):
                     raise
                 raise ForwardError(
@@ -292,7 +289,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
         if is_drawn(func):
-            if self.symbolic and is_symbolic((args, kwargs)):
+            if self.symbolic and is_symbolic((args, kwargs)) and not drops_nothing(func, args):
                 raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
             with self:

@@ -25,6 +25,7 @@ from torch import Tensor
 from merakc.costs.work.flops import node_flops
 from merakc.errors import RecordError
 from merakc.frontend.calls.ragged import CTC
+from merakc.frontend.values.idle import Skip
 from merakc.frontend.values.reads import Sources, Symbolic, read_refs, run_node
 from merakc.frontend.values.symbols import ITEM, Number, has_number, numbers
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, map_refs
@@ -40,8 +41,9 @@ _SYMBOL = re.compile(r"\b(?:u|zuf|read)\d+\b")
 WHY = "shapes or numbers depend on the data"
 
 
-def with_regions(graph: Graph, sources: Sources, number: int) -> Graph:
-    """The graph with a node for each region; calls are numbered from `number` on.
+def with_regions(graph: Graph, sources: Sources, number: int, skips: Sequence[Skip] = ()) -> Graph:
+    """The graph with a node for each region, of which some calls have `skips`; regions are numbered
+    from `number` on.
 
     Raises `RecordError` where a shape that depends on the data leaves the forward.
     """
@@ -53,7 +55,8 @@ def with_regions(graph: Graph, sources: Sources, number: int) -> Graph:
         if node.name in wanted:
             live.append(node)
             wanted.update(r.node for r in read_refs(node, sources))
-    return _Finder(replace(graph, nodes=tuple(reversed(live))), sources, number).run()
+    skipped = {name: skip for skip in skips for name in skip.nodes}
+    return _Finder(replace(graph, nodes=tuple(reversed(live))), sources, number, skipped).run()
 
 
 def _is_dynamic(node: Node) -> bool:
@@ -70,13 +73,17 @@ def _is_dynamic(node: Node) -> bool:
 
 @dataclass(eq=False)
 class Region:
-    """Calls in their order, the values that they read, and those that others read of them."""
+    """Calls in their order, the values that they read, and those that others read of them.
+
+    Those that have `skips` are passed over where no element of a mask is true.
+    """
 
     nodes: Sequence[Node]
     inputs: Sequence[Ref]
     outputs: Sequence[Ref]
     sources: Sources
     functions: Mapping[str, Callable[..., Any]]
+    skips: Mapping[str, Skip] = field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Runs the calls, under whatever gradient mode there is.
@@ -85,7 +92,15 @@ class Region:
         """
         values: dict[Ref, Any] = dict(zip(self.inputs, inputs, strict=True))
         symbols = Symbolic(self.sources, values.__getitem__)
+        hit: dict[Ref, bool] = {}
         for node in self.nodes:
+            skip = self.skips.get(node.name)
+            if skip is not None:
+                if skip.mask not in hit:
+                    hit[skip.mask] = bool(values[skip.mask].any())
+                if not hit[skip.mask]:
+                    values |= {r: values[skip.same[r]] for r in node.outs if r in skip.same}
+                    continue
             try:
                 outs = run_node(node, values.__getitem__, symbols, self.functions)
             except (RuntimeError, IndexError) as error:
@@ -106,6 +121,8 @@ class Region:
         text = "\n".join(
             str(replace(n, args=map_refs(n.args, lambda r: renamed.get(r, r)))) for n in self.nodes
         )
+        skips = dict.fromkeys(self.skips.get(n.name) for n in self.nodes)
+        text += "".join(f"\nskips {skip.place}" for skip in skips if skip is not None)
         order: dict[str, str] = {}  # symbols are numbered through all recordings
         text = _SYMBOL.sub(lambda m: order.setdefault(m[0], f"s{len(order)}"), text)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -118,6 +135,7 @@ class _Finder:
     graph: Graph
     sources: Sources
     number: int
+    skips: Mapping[str, Skip] = field(default_factory=dict)
     place: dict[str, int] = field(default_factory=dict)  # of a node in the graph
     units: dict[str, str] = field(default_factory=dict)  # the first node of each node's unit
 
@@ -302,14 +320,17 @@ class _Finder:
                 "on the data, which would differ with the layout; draw for all, and select then"
             )
         own = set(whole)
+        skips = {n: self.skips[n] for n in whole if n in self.skips}
+        masks = [skip.mask for skip in skips.values()]
         read = dict.fromkeys(r for n in nodes for r in self._reads(n) if r.node not in own)
+        read |= dict.fromkeys(mask for mask in masks if mask.node not in own)
         outputs = [
             Ref(n, k)
             for n in members
             for k, spec in enumerate(self.nodes[n].outputs)
             if spec is not None and Ref(n, k) in wanted and not self._has_values(Ref(n, k))
         ]
-        region = Region(nodes, list(read), outputs, self.sources, self.graph.functions)
+        region = Region(nodes, list(read), outputs, self.sources, self.graph.functions, skips)
         specs: list[Spec] = [(self.specs[r].shape, self.specs[r].dtype) for r in outputs]
         first = next(n for n in nodes if n.name in self.dynamic)
         last = self.nodes[members[-1]]

@@ -34,7 +34,7 @@ from merakc.ir.graph import (
     TensorSpec,
     dtype_name,
 )
-from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, is_entered
+from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, REACHED, is_entered
 
 NAME: Final = r'"(?:[^"\\]|\\.)*"|[^\s"]+'
 SPEC: Final = r"\w+\[[^\]]*\]"
@@ -184,7 +184,7 @@ class _Line:
         end = NODE_END.fullmatch(self.text, self.place)
         if end is None:
             self.refuse("is no end of a node")
-        if op in (OPAQUE, OPAQUE_BACKWARD):
+        if op in (OPAQUE, OPAQUE_BACKWARD, REACHED):
             for key in (a for a in args if isinstance(a, str)):
                 if not is_entered(key):
                     self.refuse(f"runs the module of {key!r}, which this process has not recorded")

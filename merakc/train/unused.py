@@ -9,15 +9,18 @@ import torch.distributed as dist
 
 from merakc.ir.batches import Head
 from merakc.ir.graph import Graph, InputKind
-from merakc.kernels.opaque import OPAQUE, Call, find
+from merakc.kernels.opaque import OPAQUE, REACHED, Call, find
 
 Uses = Mapping[str, tuple[tuple[Call, int], ...]]
-"""By parameter: the calls that alone read it, each with its place among their inputs."""
+"""By parameter: the calls that alone read it, each with its place among their inputs; or what notes
+which experts have rows, with the number of its own.
+"""
 
 
 def doubtful(graph: Graph, head: Head | None = None) -> Uses:
     """The parameters that only modules and parts which run as they are read, in a part of the batch
-    or in the `head`: what they use may differ from batch to batch.
+    or in the `head`: what they use may differ from batch to batch; and those of experts that a loop
+    passes over where they have no rows.
     """
     behind = head.graph if head is not None else Graph((), (), ())
     users, users_behind = graph.users(), behind.users()
@@ -35,6 +38,10 @@ def doubtful(graph: Graph, head: Head | None = None) -> Uses:
                 for place, ref in enumerate(node.args[0])
                 if ref.node == name
             )
+    for node in (*graph.nodes, *behind.nodes):
+        if node.op == REACHED:
+            call = find(node.args[-1])
+            found |= {name: ((call, number),) for name, number in call.marks.items()}
     return found
 
 

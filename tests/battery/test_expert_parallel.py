@@ -27,6 +27,8 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("mixtral", Mesh(cp=2, experts=True), {"offload": "activations", "recompute": "none"}),
     ("gpt_oss", Mesh(cp=2, experts=True), {"recompute": "selective", "overlap": 2}),
     ("loop_uneven", Mesh(cp=4, experts=True), {}),
+    ("loop_hit", Mesh(cp=2, experts=True), {}),
+    ("loop_normed", Mesh(2, cp=2, experts=True), {}),
     ("loop_capacity", Mesh(2, cp=2, experts=True), {"recompute": "full"}),
 ]
 
@@ -111,3 +113,26 @@ def test_mixtures_that_are_written_otherwise(how: str) -> None:
     assert found == pytest.approx(losses, rel=1e-10)
     for name, value in weights.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-12)
+
+
+def _without_gradients(options: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The parameters that have no gradient behind a step: all, and those that a rank holds."""
+    case = EVERY["loop_hit"]
+    model, batch = case.model(torch.float64), case.batch(BATCH_SIZE, torch.float64)
+    if options:
+        model = merakc.auto_parallel(
+            model, batch, dp=1, pp=1, micro_batches=2, cluster=NOMINAL_CPU, **options
+        )
+    model(**batch)["loss"].backward()
+    own = {n for n, p in model.named_parameters() if p.grad is None}
+    return own, own if not options else {*model.state_dict()} - {*model.full_gradients()}
+
+
+def test_experts_that_nobody_has_chosen_have_no_gradients() -> None:
+    wanted, _ = _without_gradients({})
+    assert wanted
+    assert all(".experts.3." in name for name in wanted)
+    found = run_ranks(2, _without_gradients, {"ep": 2})
+    assert found[0][1] == wanted  # the first rank has all
+    assert all(wanted <= own for own, _ in found)
+    assert run_ranks(1, _without_gradients, {"tp": 1}) == [(wanted, wanted)]

@@ -27,9 +27,10 @@ def test_each_token_has_its_experts() -> None:
 
 
 def test_the_last_of_uneven_experts_has_no_rows() -> None:
-    rows = _rows("uneven")
-    assert rows[-1] == 0
-    assert rows[0] > 18
+    for kind in ("uneven", "hit", "normed"):
+        rows = _rows(kind)
+        assert rows[-1] == 0
+        assert rows[0] > 18
 
 
 def test_a_capacity_drops_tokens() -> None:
@@ -43,4 +44,6 @@ def test_they_train(name: str) -> None:
     case = EXPERT_LOOPS[name]
     model = case.model()
     model(**case.batch(2))["loss"].backward()
-    assert all(p.grad is not None for p in model.parameters())
+    without = {n for n, p in model.named_parameters() if p.grad is None}
+    last = {n for n, _ in model.named_parameters() if ".experts.3." in n}
+    assert without == (last if name == "loop_hit" else set())

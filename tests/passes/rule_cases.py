@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from merakc.kernels import opaque
+
 Pick = Callable[[int, int], int]
 Call = tuple[Any, ...]
 """Positional arguments; a dict at the end holds those given by name."""
+NOTED = opaque.Call(list, ())  # of numbers that say which experts have rows
 KEYS = torch.tensor(3), torch.tensor(40)  # of random numbers: the seed and the first sample
 
 
@@ -283,6 +286,8 @@ CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
     "aten.masked_fill.Tensor": lambda pick, b, m, n, i: (
         randn(b, m, n), torch.rand(b, 1, n) > 0.5, randn(1).reshape(())),
     "merakc.overwritten.default": lambda pick, b, m, n, i: (randn(b, m, n), randn(b, m, n)),
+    "merakc.reached.default": lambda pick, b, m, n, i: (
+        torch.randint(4, (b, m)), opaque.enter(NOTED)),
     "merakc.dropout.default": lambda pick, b, m, n, i: (
         randn(b, m, n), *KEYS, 0.5, 1, 1, (b, m, n), (0, 0, 0), (b, m, n)),
     "merakc.uniform.default": lambda pick, b, m, n, i: (

@@ -195,9 +195,10 @@ class Reader:
 
     def is_known(self, ref: Ref) -> bool:
         """Whether nothing but the batch stands before a value."""
-        return self._origin(ref) is not Origin.OTHER
+        return self.origin(ref) is not Origin.OTHER
 
-    def _origin(self, ref: Ref) -> Origin:
+    def origin(self, ref: Ref) -> Origin:
+        """What a value follows from."""
         waiting, entered = [ref.node], set[str]()
         while waiting:
             name = waiting[-1]
@@ -265,7 +266,7 @@ class Reader:
     def log(self, number: Number, answer: Answer, source: str) -> Answer:
         """Notes what Python was told, if other batches may say something else."""
         refs = [self.sources[s][0] for s in number.symbols]
-        if any(self._origin(ref) is Origin.BATCH for ref in refs):
+        if any(self.origin(ref) is Origin.BATCH for ref in refs):
             self.asked.append(Read(number, answer, source))
         return answer
 

@@ -11,7 +11,7 @@ from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.opaque import OPAQUE
+from merakc.kernels.opaque import OPAQUE, REACHED
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.apart import SEVERAL, holds_batch_norm, why_not_apart
@@ -311,7 +311,7 @@ class Reader:
         node, twin = place.node, place.twin
         if (node.args, node.kwargs) == (twin.args, twin.kwargs) or node.op in KEY_POSITION:
             return False
-        if node.op == OPAQUE:  # the last is the name of the call
+        if node.op in (OPAQUE, REACHED):  # the last is the name of the call
             return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True

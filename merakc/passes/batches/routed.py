@@ -22,6 +22,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.own_rules import COUNTS, Place
 from merakc.passes.batches.states import SAMPLES, Dim, Kind, Outcome, State, coupled, every
 from merakc.passes.sharding.dims import given
+from merakc.passes.sharding.experts.by_row import by_row
 from merakc.passes.sharding.experts.ends import DIVISIONS, GROUPED, SORTS, ends_where_experts_do
 from merakc.passes.sharding.rows import POINTWISE
 from merakc.passes.sharding.rules import row_of
@@ -123,8 +124,9 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
         rows = place.samples * each
         same = all(o.shape[:1] == (rows,) for o in node.outputs if o is not None)
         drawn = node.op in KEY_POSITION  # by the number of a sample, which a sorted row has not
-        keeps = (row_of(node.op) == POINTWISE and not drawn) or node.op in KEPT
-        return Outcome(every(node, _made("rows", name))) if same and keeps else None
+        routed = {r for r in node.refs if place.states[r].routed}
+        keeps = node.op in KEPT or by_row(node, routed, place.part.specs())
+        return Outcome(every(node, _made("rows", name))) if same and keeps and not drawn else None
     return None
 
 

@@ -143,6 +143,7 @@ ROWS: Final[dict[str, Row]] = {
     **_all(POINTWISE, "floor_divide floor_divide.Scalar hardswish _conj"),
     "merakc.dropout.default": POINTWISE,
     "merakc.overwritten.default": POINTWISE,
+    "merakc.reached.default": POINTWISE,
     "merakc.uniform.default": Shape("fresh"),
     "merakc.normal.default": Shape("fresh"),
     # kept whole on purpose

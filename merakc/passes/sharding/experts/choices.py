@@ -6,12 +6,12 @@ That follows from how they are computed: `chosen == k` for each expert k, or the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from merakc.frontend.calls.places import size_of_places
+from merakc.frontend.values.views import dim_before, keeps_elements
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
@@ -21,18 +21,13 @@ EQUAL, SELECT, CAST, COUNTS = (
     "aten.eq.Scalar", "aten.select.int", "aten.to.dtype", "aten.arange.default"
 )  # fmt: skip
 ALIKE, TOPK, UNBIND = "aten.eq.Tensor", "aten.topk.default", "aten.unbind.int"
-# Views that keep the order of elements, and calls that are true at most where each argument is.
-RESHAPES = frozenset(
-    f"aten.{name}"
-    for name in ("reshape.default", "unsqueeze.default", "squeeze.dim", "squeeze.default",
-                 "flatten.using_ints", "view.default")
-)  # fmt: skip
+# Calls that are true at most where each argument is.
 BOTH = frozenset(
     f"aten.{name}"
     for name in ("mul.Tensor", "logical_and.default", "bitwise_and.Tensor", "__and__.Tensor")
 )
+ANY = ("aten.any.dim", "aten.any.dims")
 TRUTHS = ("aten.ne.Scalar", "aten.gt.Scalar")
-MOVES = ("aten.permute.default", "aten.transpose.int", "aten.t.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class Choices:
             return self._selected(nodes, [given(n, "index") for n in nodes])
         if op == UNBIND and len(sources) == 1:
             return self._selected(nodes, [m.index for m in masks])
-        if op in (CAST, *RESHAPES, *MOVES) and len(rest) == 1:
+        if (op == CAST or keeps_elements(nodes[0])) and len(rest) == 1:
             return self.of([n.refs[0] for n in nodes])
         if op in TRUTHS and [n.args[1] for n in nodes] == [0] * len(nodes):
             return self.of([n.refs[0] for n in nodes])
@@ -79,6 +74,25 @@ class Choices:
                 if len(own) == len(nodes) and self.of(own) is not None:
                     return Chosen()
         return None
+
+    def before_any(self, masks: Sequence[Ref]) -> tuple[list[Ref], list[int]] | None:
+        """The masks of which these are true where any is along some dims, and the other dims, which
+        these have; None of others.
+        """
+        found: list[Ref] = []
+        rest: set[tuple[int, ...]] = set()
+        for mask in masks:
+            node = self.makers.get(mask.node)
+            if node is None or node.op not in ANY:
+                return None
+            dims = len(self.specs[node.refs[0]].shape)
+            gone = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            kept = tuple(d for d in range(dims) if d not in {g % dims for g in gone})
+            if len(kept) != len(node.spec.shape):
+                return None
+            found.append(node.refs[0])
+            rest.add(kept)
+        return (found, list(rest.pop())) if len(rest) == 1 else None
 
     def covers(self, chosen: Chosen) -> bool:
         """Whether each element is one expert's: numbers are places in a dim of as many."""
@@ -130,8 +144,8 @@ class Choices:
             return self._compared(node, dim)
         if node.op == CAST or (node.op in TRUTHS and node.args[1] == 0):
             return self._one_hot(node.refs[0], dim)
-        if node.op in MOVES or node.op in RESHAPES:
-            before = self._before(node, dim)
+        if keeps_elements(node):
+            before = dim_before(node, self.specs[node.refs[0]].shape, dim)
             return None if before is None else self._one_hot(node.refs[0], before)
         if node.op in BOTH:
             own = [r for r in node.args[:2] if self._is_like(node, r)]
@@ -148,22 +162,6 @@ class Choices:
             if counted and shape[-1:] == (1,) and not self.specs[one].dtype.is_floating_point:
                 return Chosen(one)
         return None
-
-    def _before(self, node: Node, dim: int) -> int | None:
-        """Which dim of what a view is of this one is."""
-        shape, out = self.specs[node.refs[0]].shape, node.spec.shape
-        if node.op == "aten.permute.default":
-            return int(node.args[1][dim]) % len(shape)
-        if node.op in MOVES:
-            order = list(range(len(shape)))
-            one, other = node.args[1:3] if len(node.args) > 1 else (0, 1)
-            order[one], order[other] = order[other], order[one]
-            return int(order[dim])
-        outer = math.prod(out[:dim])
-        fitting = (
-            k for k, n in enumerate(shape) if n == out[dim] and math.prod(shape[:k]) == outer
-        )
-        return next(fitting, None) if out[dim] > 1 else None
 
 
 def _first_alike(graph: Graph) -> Mapping[str, str]:

@@ -15,25 +15,23 @@ import torch
 
 from merakc.frontend.values.symbols import Number
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.opaque import REACHED, Call, enter
 from merakc.passes.sharding.experts.ends import GROUPED
+from merakc.passes.sharding.experts.tame import is_tame
 from merakc.passes.sharding.experts.turns import INDEX, Read, Turn
 from merakc.passes.sharding.rows import POINTWISE
 from merakc.passes.sharding.rules import row_of
 
 RESHAPE, STACK = "aten.reshape.default", "aten.stack.default"
+WIDER = "aten.unsqueeze.default"
+MUL, ADD = "aten.mul.Tensor", "aten.add.Tensor"
+CLAMP, GATHER = "aten.clamp_max.default", "aten.gather.default"
+# Norms of rows, and which arguments scale and shift what they give.
+NORMS: Mapping[str, tuple[int, int | None]] = {
+    "aten.layer_norm.default": (2, 3),
+    "aten.rms_norm.default": (2, None),
+}
 LINEAR, PRODUCTS = "aten.linear.default", ("aten.matmul.default", "aten.mm.default")
-# Calls whose gradients are numbers wherever their arguments are, so that rows of no expert, of
-# which nothing is read, have gradients of zero: nothing times what is infinite is none.
-TAME = frozenset(
-    f"aten.{name}"
-    for name in (
-        "add.Tensor", "sub.Tensor", "mul.Tensor", "neg.default", "relu.default", "gelu.default",
-        "silu.default", "tanh.default", "sigmoid.default", "to.dtype", "clone.default",
-        "unsqueeze.default", "squeeze.dim", "reshape.default", "linear.default", "matmul.default",
-        "mm.default", "slice.Tensor", "split.Tensor", "leaky_relu.default", "square.default",
-        "index.Tensor", "detach.default", "contiguous.default",
-    )
-)  # fmt: skip
 
 
 class OwnParametersError(Exception):
@@ -41,14 +39,18 @@ class OwnParametersError(Exception):
 
 
 class LoopWriter:
-    """The nodes of one loop; `own` are the parameters of all experts by those of the first."""
+    """The nodes of one loop; `own` are the parameters of all experts by those of the first, of
+    which those have no gradient whose expert, by `marks`, has no rows. Rows of `varied` values are
+    read of the expert's own.
+    """
 
     def __init__(
         self, graph: Graph, turns: Sequence[Turn], own: Mapping[Ref, tuple[Ref, ...]],
-        *, covers: bool,
+        marks: Mapping[str, int], varied: Mapping[Ref, tuple[Ref, ...]], *, covers: bool,
     ) -> None:  # fmt: skip
         self.turns, self.first, self.own, self.covers = turns, turns[0], own, covers
-        self.last = turns[-1].node
+        self.last, self.marks, self.varied = turns[-1].node, marks, varied
+        self.functions: dict[str, Call] = {}  # what notes which experts have rows
         self.nodes: list[Node] = []
         self.body: list[Node] = []  # what computes on rows
         self.specs: dict[Ref, TensorSpec] = dict(graph.specs())
@@ -67,7 +69,7 @@ class LoopWriter:
         self._sort()
         now: dict[Ref, Ref] = {}
         for node in self.first.calls:
-            if not self.covers and node.op not in TAME:
+            if not self.covers and not is_tame(node, self.first.calls):
                 raise OwnParametersError(
                     node.source,
                     f"{node.op} would be computed of rows that no expert has, and its gradient may "
@@ -107,6 +109,8 @@ class LoopWriter:
         one = self.add("one", "aten.sum.dim_IntList", (less, (0,)), ((slots,), number))
         own = (slots,), number
         self.experts = self.add("experts", "aten.add.Tensor", (one, count), own)
+        if self.marks:
+            self.experts = self.add("reached", REACHED, (self.experts, self._noting()), own)
         ids = self.add("sort", "aten.sort.stable", (self.experts,), [own, own],
                        kwargs=(("stable", True),))  # fmt: skip
         self.order = Ref(ids.node, 1)
@@ -117,12 +121,18 @@ class LoopWriter:
         )  # fmt: skip
         self.ids = ids
         if not self.covers:  # of a stack there is none for slots without an expert
-            self.ids = self.add("known", "aten.clamp_max.default", (ids, count - 1), own)
+            self.ids = self.add("known", CLAMP, (ids, count - 1), own)
         self.tokens = self.order
         if self.choices > 1:
             args = self.order, self.choices
             self.tokens = self.add("tokens", "aten.floor_divide.default", args, own)
         self.back = self._inverse()
+
+    def _noting(self) -> str:
+        call = Call(list, (), self.last.module, self.last.source, marks=self.marks)
+        key = enter(call)
+        self.functions[key] = call
+        return key
 
     def _inverse(self) -> Ref:
         own = (self.slots,), torch.int64
@@ -161,6 +171,8 @@ class LoopWriter:
                         for a in (node.args, node.kwargs))  # fmt: skip
         if mine and node.op in (LINEAR, *PRODUCTS):
             made = self._product(node, name, args)
+        elif mine and node.op in NORMS:
+            made = self._norm(node, name, args)
         else:
             if mine and (row_of(node.op) != POINTWISE):
                 raise OwnParametersError(node.source, f"{node.op} reads parameters of its expert's")
@@ -173,6 +185,12 @@ class LoopWriter:
 
     def _read(self, node: Node, name: str, read: Read) -> Ref:
         spec = self.specs[read.of]
+        if read.of in self.varied:
+            return self._read_own(node, name, read)
+        if read.lead:
+            spec = TensorSpec(spec.shape[read.lead :], spec.dtype)
+            rows = self.add(f"of.{name}.rows", RESHAPE, (read.of, spec.shape), spec, like=node)
+            read = Read(rows, read.along)
         if read.along == (self.grid[0],):
             source, by = read.of, self.tokens
         elif sorted(read.along) == sorted(self.grid) and self._fits(read):
@@ -181,6 +199,32 @@ class LoopWriter:
             raise OwnParametersError(node.source, "a tensor is read by the choice, and not the row")
         shape = (self.slots, *spec.shape[len(read.along) :])
         return self.add(f"of.{name}", INDEX, (source, (by,)), (shape, spec.dtype), like=node)
+
+    def _read_own(self, node: Node, name: str, read: Read) -> Ref:
+        """Numbers, of which each expert has others, for each row or each choice."""
+        whole = read.along == (self.grid[0],)
+        count = self.slots // self.choices if whole else self.slots
+        spec, made = self.specs[read.of], node.spec
+        if spec.numel != count or not (whole or read.along == self.grid) or read.lead:
+            raise OwnParametersError(node.source, "each expert reads rows of a tensor of its own")
+        flat = [
+            self.add(f"{name}.row{k}", RESHAPE, (ref, (count,)), ((count,), spec.dtype), like=node)
+            for k, ref in enumerate(self.varied[read.of])
+        ]
+        columns = (count, self.count), spec.dtype
+        stack = self.add(f"{name}.all", STACK, (tuple(flat), 1), columns, like=node)
+        shape = (count, self.slots // count)
+        of, number = self.experts, torch.int64
+        if not self.covers:
+            args = of, self.count - 1
+            of = self.add(f"{name}.known", CLAMP, args, ((self.slots,), number), like=node)
+        ids = self.add(f"{name}.ids", RESHAPE, (of, shape), (shape, number), like=node)
+        of_own = (stack, 1, ids), (shape, spec.dtype)
+        each = self.add(f"{name}.each", GATHER, *of_own, like=node)
+        flat_shape = (self.slots, *(1 for _ in made.shape[1:]))
+        rows = flat_shape, spec.dtype
+        each = self.add(f"{name}.flat", RESHAPE, (each, flat_shape), rows, like=node)
+        return self.add(f"of.{name}", INDEX, (each, (self.order,)), rows, like=node)
 
     def _fits(self, read: Read) -> bool:
         assert self.first.mask is not None
@@ -196,14 +240,35 @@ class LoopWriter:
         return self.stacks[ref]
 
     def _each(self, ref: Ref, node: Node) -> Ref:
-        """For each row the parameter of its expert."""
+        """For each row the parameter of its expert, with as many dims as a result has."""
         spec, rows = self.specs[ref], node.spec.shape
-        if len(spec.shape) + 1 != len(rows):
-            raise OwnParametersError(node.source, f"{node.op} reads parameters of other dims")
-        shape = (self.slots, *spec.shape)
+        missing = len(rows) - 1 - len(spec.shape)
+        if missing < 0:
+            raise OwnParametersError(node.source, f"{node.op} reads parameters of more dims")
+        shape, name = (self.slots, *spec.shape), f"{node.name.rpartition('/')[2]}.{ref.node}"
         args = self._stack(ref), (self.ids,)
-        return self.add(f"{node.name.rpartition('/')[2]}.{ref.node}", INDEX, args,
-                        (shape, spec.dtype), like=node)  # fmt: skip
+        each = self.add(name, INDEX, args, (shape, spec.dtype), like=node)
+        for k in range(missing):
+            wide = (self.slots, *(1 for _ in range(k + 1)), *spec.shape), spec.dtype
+            each = self.add(f"{name}.wide{k}", WIDER, (each, 1), wide, like=node)
+            self.body.append(self.nodes[-1])
+        return each
+
+    def _norm(self, node: Node, name: str, args: tuple[Any, ...]) -> Ref:
+        """A norm of rows, and the scale and shift of their experts behind it."""
+        scale, shift = NORMS[node.op]
+        own = {k: args[k] for k in (scale, shift) if k is not None and len(args) > k}
+        if args[0] in self.own:
+            raise OwnParametersError(node.source, f"{node.op} reads parameters of its expert's")
+        args = tuple(None if k in own else arg for k, arg in enumerate(args))
+        by = {k: self._each(r, node) if r in self.own else r for k, r in own.items() if r}
+        spec, start = ((self.slots, *node.spec.shape[1:]), node.spec.dtype), len(self.nodes)
+        made = self.add(f"of.{name}", node.op, args, spec, kwargs=node.kwargs, like=node)
+        for k, what, op in ((scale, "scale", MUL), (shift, "shift", ADD)):
+            if k in by:
+                made = self.add(f"of.{name}.{what}", op, (made, by[k]), spec, like=node)
+        self.body += self.nodes[start:]
+        return made
 
     def _product(self, node: Node, name: str, args: tuple[Any, ...]) -> Ref:
         x, weight, *bias = args

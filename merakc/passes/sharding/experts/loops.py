@@ -9,19 +9,18 @@ expert has come last, behind all groups, and give nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from merakc.frontend.values.symbols import Number
-from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec, map_refs
+from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, map_refs
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.passes.sharding.experts.by_row import by_row
 from merakc.passes.sharding.experts.choices import Choices
 from merakc.passes.sharding.experts.ends import GROUPED
 from merakc.passes.sharding.experts.loop_writer import LoopWriter, OwnParametersError
 from merakc.passes.sharding.experts.turns import INDEX, NotATurnError, Turn
-from merakc.passes.sharding.factors import leaves
-from merakc.passes.sharding.propagate import propagate
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,8 @@ class _Loop:
         """The graph with the loop sorted. Raises `NotATurnError` where it is no mixture."""
         if len(self.turns) < 2:
             raise self._fault("only one expert is there; others are not alike")
-        own = self._own()
+        own, varied = self._own()
+        self._look_behind_any()
         masks = [t.mask for t in self.turns if t.mask is not None]
         chosen = self.choices.of(masks)
         if chosen is None:
@@ -102,7 +102,7 @@ class _Loop:
                 "a row that one expert has twice would be written once: use out.index_add_"
             )
         covers = self.choices.covers(chosen)
-        writer = LoopWriter(self.graph, self.turns, own, covers=covers)
+        writer = LoopWriter(self.graph, self.turns, own, self._marks(own), varied, covers=covers)
         try:
             made = writer.run()
         except OwnParametersError as error:
@@ -115,14 +115,30 @@ class _Loop:
                 nodes += writer.nodes
             if node.name not in names:
                 nodes.append(node)
-        done = replace(self.graph, nodes=tuple(nodes))
+        functions = dict(self.graph.functions)
+        functions |= writer.functions
+        done = replace(self.graph, nodes=tuple(nodes), functions=functions)
         return done.renamed({Ref(self.turns[-1].node.name): made})
 
     def _fault(self, why: str) -> NotATurnError:
         return NotATurnError(find(self.first.node.args[-1]).source, why)
 
-    def _own(self) -> dict[Ref, tuple[Ref, ...]]:
-        """The parameters of all experts, by those of the first.
+    def _look_behind_any(self) -> None:
+        """Takes masks that say whether any choice of a row is an expert's for those that say which,
+        where that is one at most.
+        """
+        masks = [t.mask for t in self.turns if t.mask is not None]
+        behind = self.choices.before_any(masks)
+        if behind is None or not self.choices.distinct(behind[0], behind[1][0]):
+            return
+        if not self.first.adds:
+            raise self._fault("a row of two experts is what the last one writes")
+        for turn, mask in zip(self.turns, behind[0], strict=True):
+            turn.over(mask, behind[1])
+
+    def _own(self) -> tuple[dict[Ref, tuple[Ref, ...]], dict[Ref, tuple[Ref, ...]]]:
+        """The parameters of all experts, by those of the first; and other values of which rows are
+        read, in the same way.
 
         Raises `NotATurnError` where turns differ in more than these, their mask, and what they
         write to.
@@ -137,48 +153,58 @@ class _Loop:
         if len({len(t.calls) for t in self.turns}) > 1:
             raise self._fault("experts do not make the same calls")
         same, own = self.choices.same, dict[Ref, tuple[Ref, ...]]()
+        varied = dict[Ref, tuple[Ref, ...]]()
         users = self.graph.users()
         for first, refs in columns.items():
             if len({same(r) for r in refs}) == 1:
                 continue
+            if self._is_read_alone(refs):
+                varied[first] = refs
+                continue
             items = [self.inputs.get(r.node) for r in refs]
             alone = len({*refs}) == len(refs) and all(len(users[r.node]) == 1 for r in refs)
+            alone = alone and not any(o.ref in refs for o in self.graph.outputs)
             if not alone or not _are_parameters(items):
                 raise self._fault(
                     f"'{first.node}' and what the other experts read there are no parameters of "
                     "their own, of one shape"
                 )
             own[first] = refs
-        return own
+        return own, varied
+
+    def _is_read_alone(self, refs: Sequence[Ref]) -> bool:
+        """Whether of values, one of each expert's and none of a turn's, rows are read alone."""
+        made = {Ref(t.node.name) for t in self.turns}
+        if not made.isdisjoint(refs) or any(r.node in self.inputs for r in refs):
+            return False
+        return all(
+            Ref(call.name) in turn.reads
+            for ref, turn in zip(refs, self.turns, strict=True)
+            for call in turn.calls
+            if ref in call.refs
+        )
+
+    def _marks(self, own: Mapping[Ref, tuple[Ref, ...]]) -> dict[str, int]:
+        """The number of the expert of each parameter that has a gradient where it has rows alone.
+
+        Raises `NotATurnError` where only some experts are passed over that have none.
+        """
+        if not any(turn.hit for turn in self.turns):
+            return {}
+        if not all(turn.hit for turn in self.turns):
+            raise self._fault("only some experts are passed over where they have no rows")
+        items = [(k, self.inputs[r.node]) for refs in own.values() for k, r in enumerate(refs)]
+        return {item.target: k for k, item in items if item.requires_grad}
 
     def _check_rows(self, writer: LoopWriter) -> None:
         """Raises `NotATurnError` where a call may compute a row of others."""
         rows = {Ref(n.name) for n in writer.nodes if n.op == INDEX}
         for node in writer.body:
-            if node.op != GROUPED and not _by_row(node, rows, writer.specs):
+            if node.op != GROUPED and not by_row(node, rows, writer.specs):
                 raise NotATurnError(
                     node.source, f"{node.op} is not known to compute each row by itself"
                 )
             rows.update(node.made)
-
-
-def _by_row(node: Node, rows: Set[Ref], specs: Mapping[Ref, TensorSpec]) -> bool:
-    """Whether a node makes each row of its results of the same row of those of its arguments."""
-    alias = {ref: Ref(f"x{k}") for k, ref in enumerate(dict.fromkeys(node.refs))}
-    inputs = tuple(Input(a.node, InputKind.ACTIVATION, specs[r]) for r, a in alias.items())
-    args, kwargs = map_refs((node.args, node.kwargs), alias.__getitem__)
-    alone = node.reading(args, kwargs)
-    dims = propagate(Graph(inputs, (alone,), ()))
-    if dims.opaque:
-        return False
-    owns = [dims.of[a] for r, a in alias.items() if r in rows]
-    others = [d for r, a in alias.items() if r not in rows for d in dims.of[a]]
-    behind = [d for dim in owns for d in dim[1:]]
-    barred = {f for d in (*others, *behind, *dims.summed.get(node.name, ())) for f in leaves(d)}
-    firsts = [leaves(dim[0]) for dim in (*owns, *(dims.of[ref] for ref in node.made))]
-    row = firsts[0]
-    alike = all(first == row for first in firsts) and barred.isdisjoint(row)
-    return alike and not any(f.blocked or f.segments for f in row)
 
 
 def _are_parameters(items: Sequence[Input | None]) -> bool:
@@ -199,7 +225,7 @@ def _form(turn: Turn) -> list[tuple[str, tuple[Ref, ...], str]]:
         def own(ref: Ref, outside: list[Ref] = outside) -> str:
             if ref in numbers:
                 return numbers[ref]
-            if ref in turn.places or ref == turn.mask:
+            if ref in turn.places or ref == turn.given:
                 return f"places {turn.places.get(ref)}"
             outside.append(ref)
             return "given"

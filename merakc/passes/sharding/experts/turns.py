@@ -22,6 +22,7 @@ from merakc.passes.sharding.dims import given
 from merakc.passes.sharding.experts.ends import GROUPED
 
 NONZERO, INDEX, PUT = "aten.nonzero.default", "aten.index.Tensor", "aten.index_put.default"
+RESHAPE = "aten.reshape.default"
 ADD, ADDED = "aten.index_add.default", "aten.add.Tensor"
 PASSING = ("aten.squeeze.default", "aten.squeeze.dim", "aten.reshape.default")
 
@@ -36,10 +37,13 @@ class NotATurnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Rows of a tensor, by the places of the mask along these of its dims."""
+    """Rows of a tensor, by the places of the mask along these of its dims; so many dims before
+    these, of one element, are left out.
+    """
 
     of: Ref
     along: tuple[int, ...]
+    lead: int = 0
 
 
 @dataclass(eq=False)
@@ -50,23 +54,36 @@ class Turn:
     `reads` says what calls have read, `places` which values are places along which dim of the
     `mask`. The `made` rows are added to those of `target` (`adds`), or written there, that the
     places along the mask's dim `dim` name, `once` where an expert may have a row twice. `sizes`
-    are the numbers of rows that are chosen.
+    are the numbers of rows that are chosen. Where none is, a turn of what was `hit` is passed over.
     """
 
     node: Node
     specs: Mapping[Ref, TensorSpec]
     calls: list[Node] = field(default_factory=list)
     reads: dict[Ref, Read] = field(default_factory=dict)
+    led: dict[Ref, tuple[Node, Read]] = field(default_factory=dict)
     places: dict[Ref, int | None] = field(default_factory=dict)
     rows: set[Ref] = field(default_factory=set)
     sizes: set[Number] = field(default_factory=set)
     mask: Ref | None = None
+    given: Ref | None = None  # the mask that the calls read
     target: Ref | None = None
     made: Ref | None = None
     dim: int = 0
     adds: bool = True
     once: bool = False
+    hit: bool = False
     end: str = ""  # the call that writes
+
+    def over(self, mask: Ref, dims: Sequence[int]) -> None:
+        """Takes the places of another mask, of which the mask's own dims are these, and which is
+        true once at most where that is.
+        """
+        self.mask, self.dim = mask, dims[self.dim]
+        self.reads = {
+            ref: replace(read, along=tuple(dims[k] for k in read.along))
+            for ref, read in self.reads.items()
+        }
 
     def __post_init__(self) -> None:
         call = find(self.node.args[-1])
@@ -89,6 +106,10 @@ class Turn:
             raise NotATurnError(call.source, "what a mask chooses is not written to rows once")
         if now(region.outputs[0]) != Ref(self.end):
             raise NotATurnError(call.source, "what is read of it is not what it writes to")
+        hit = {now(skip.mask) for skip in region.skips.values()}
+        self.hit = bool(hit)
+        if self.hit and hit != {self.mask}:
+            raise NotATurnError(call.source, "turns of two experts meet in one part")
 
     def _add(self, node: Node, name: str) -> None:
         read = [r for r in node.refs if r in self.places or r in self.rows]
@@ -99,8 +120,9 @@ class Turn:
             self.places[Ref(name)] = None
             self.sizes.update(numbers(node.spec.shape))
         elif node.op == INDEX and not any(r in self.rows for r in node.refs):
-            self.reads[Ref(name)] = Read(node.args[0], self._along(node, node.args[1]))
-            self._add_rows(node, name)
+            self._read(node, name)
+        elif node.op == RESHAPE and node.refs[0] in self.led:
+            self._read_flat(node, name)
         elif node.op in (ADD, PUT):
             self._write(node, name)
         elif read and all(r in self.places for r in read):
@@ -109,6 +131,25 @@ class Turn:
             self._add_rows(node, name)
         else:
             raise NotATurnError(node.source, f"{node.op} {self._reason(reads=bool(read))}")
+
+    def _read(self, node: Node, name: str) -> None:
+        indices, shape = node.args[1], self.specs.get(node.args[0], node.spec).shape
+        lead = next((k for k, index in enumerate(indices) if index is not None), 0)
+        if any(size != 1 for size in shape[:lead]):
+            raise NotATurnError(node.source, "rows are read of several tensors in one")
+        read = Read(node.args[0], self._along(node, indices[lead:]), lead)
+        if lead:
+            self.led[Ref(name)] = node, read
+        else:
+            self.reads[Ref(name)] = read
+            self._add_rows(node, name)
+
+    def _read_flat(self, node: Node, name: str) -> None:
+        """Rows behind dims of one element, which are left out then."""
+        index, self.reads[Ref(name)] = self.led[node.refs[0]]
+        if node.spec.shape != index.spec.shape[self.reads[Ref(name)].lead :]:
+            raise NotATurnError(node.source, "rows that were read are taken apart")
+        self._add_rows(replace(index, outputs=node.outputs), name)
 
     def _reason(self, *, reads: bool) -> str:
         """Why a call is none of a turn, and what would be."""
@@ -124,7 +165,7 @@ class Turn:
     def _take_mask(self, node: Node, mask: Ref) -> None:
         if mask not in self.specs or self.mask not in (None, mask):
             raise NotATurnError(node.source, "several masks choose its rows")
-        self.mask = mask
+        self.mask = self.given = mask
 
     def _is_mask(self, value: Any) -> bool:
         spec = self.specs.get(value) if isinstance(value, Ref) else None

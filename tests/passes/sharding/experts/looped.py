@@ -29,15 +29,32 @@ class Expert(nn.Module):
         return out
 
 
+class Normed(Expert):
+    """The same between a norm, a shift of all rows and a scale, of each expert's own."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__(between)
+        self.norm, self.root = nn.LayerNorm(H), nn.RMSNorm(H, eps=1e-5)
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, H]` to `[rows, H]`."""
+        x = self.norm(x) + self.shift
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.root(super().forward(x)) * self.scale
+
+
 class Looped(nn.Module):
     """Words, a loop over experts as the `form` says, and a loss, a sum over tokens."""
 
-    def __init__(self, form: Form, between: Callable[[Tensor], Tensor] = F.silu) -> None:
+    def __init__(
+        self, form: Form, between: Callable[[Tensor], Tensor] = F.silu, kind: type[Expert] = Expert
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words, self.out = nn.Embedding(WORDS, H), nn.Linear(H, WORDS)
         self.router, self.attend = nn.Linear(H, EXPERTS), nn.Linear(H, 3 * H)
-        self.experts = nn.ModuleList(Expert(between) for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(kind(between) for _ in range(EXPERTS))
         self.form = form
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -112,7 +129,39 @@ def without_the_last(m: Looped, x: Tensor, chances: Tensor) -> Tensor:
     return out
 
 
-FORMS: tuple[Form, ...] = (added, compared, summed, written, within_capacity, without_the_last)
+def by_any_choice(m: Looped, x: Tensor, chances: Tensor) -> Tensor:
+    """With a mask of the rows that have chosen an expert at all, and weights of its own."""
+    chosen, out = chances.topk(COPIES, -1).indices, torch.zeros_like(x)
+    for k, expert in enumerate(m.experts):
+        mask = (chosen == k).any(-1)
+        out[mask] += expert(x[mask]) * chances[mask, k, None]
+    return out
+
+
+def by_weights(m: Looped, x: Tensor, chances: Tensor) -> Tensor:
+    """With the weights of each expert beside its mask."""
+    weights, chosen = chances.topk(COPIES, -1)
+    out = torch.zeros_like(x)
+    for k, expert in enumerate(m.experts):
+        (rows,) = torch.where((chosen == k).any(-1))
+        own = (weights * (chosen == k)).sum(-1, keepdim=True)
+        out.index_add_(0, rows, expert(x[rows]) * own[rows])
+    return out
+
+
+def hit(m: Looped, x: Tensor, chances: Tensor) -> Tensor:
+    """Of the experts that have rows, as transformers has it."""
+    weights, chosen = chances.topk(COPIES, -1)
+    out, mask = torch.zeros_like(x), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    for k in torch.greater(mask.sum((-1, -2)), 0).nonzero():
+        choice, rows = torch.where(mask[k].squeeze(0))
+        own = m.experts[k](x[None, rows].reshape(-1, H)) * weights[rows, choice, None]
+        out.index_add_(0, rows, own)
+    return out
+
+
+FORMS: tuple[Form, ...] = (added, compared, summed, written, within_capacity, without_the_last,
+                           by_any_choice, by_weights, hit)  # fmt: skip
 
 
 def model_of(form: Form, **how: Any) -> Looped:
