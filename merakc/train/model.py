@@ -43,7 +43,7 @@ from merakc.train.parameters.matrices import Home
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
-from merakc.train.parameters.places import check_given, stand_in
+from merakc.train.parameters.places import check_given, load_all, stand_in
 from merakc.train.parameters.replicas import Replicas
 from merakc.train.steps import Steps
 
@@ -393,7 +393,7 @@ class ParallelModel(Forwards):
         self._own("_steps").stale.clear()
         self._own("_steps").agreement.parted = ""
         with call("model.load_state_dict"):
-            return super().load_state_dict(given, strict)
+            return load_all(super().load_state_dict, given, strict, self._own("_steps").groups)
 
 
 class AdaptedModel(Adapted, ParallelModel):

@@ -266,8 +266,9 @@ class PythonState:
             function.__closure__ or (), function.__code__.co_freevars, strict=True
         ):
             self._see(cell, f"{free} of {name}", True)
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        for default in function.__defaults__ or ():
             self._see(default, f"a default of {name}", True)
+        self._see(function.__kwdefaults__, f"a default of {name}", True)  # a dict, or None
         self._see(vars(function), name, True)
         (names, used_here, imports), space = names_in(function.__code__), function.__globals__
         self._see(Names(space, used_here), function.__module__ or "globals", True)

@@ -4,11 +4,13 @@
 parameter itself that is all there is to it. Where parameters stand in buckets, the values are
 brought there before the next step, and the old memory is left to whoever holds it, as swaps of
 averaged weights do. Other tensors, dtypes and devices than those that steps were compiled for are
-refused.
+refused. So is memory that parameters of two models have together, once one is written to: the other
+would stay as it was.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, starmap
 from operator import attrgetter, call, eq, is_
@@ -26,6 +28,7 @@ from merakc.runtime.shards import Bucket
 Tensors = dict[str, torch.Tensor]
 _FORM = attrgetter("dtype", "device", "shape")
 COMPILED = "whose steps are compiled from the model that it was given; change the model before"
+_alive: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 
 class Memory:
@@ -63,6 +66,9 @@ class Memory:
         self.buckets = list(sharded.buckets) if sharded is not None else []
         with torch._C.DisableTorchFunctionSubclass():  # of what this rank has, as in `settle`
             self.places = {b: _pointers(b.owned) for b in self.buckets}
+        # Parameters that were given the memory of another, by name, and where that lies.
+        self.shared: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        _alive.add(self)
 
     def check_seen(self) -> None:
         """Raises `ConfigError` where an update in the backward waits for the optimizer's step."""
@@ -73,8 +79,9 @@ class Memory:
         """Brings values that were given other memory to where steps read them.
 
         Raises `ConfigError` for tensors, dtypes, devices and shapes that steps were not compiled
-        for, and where only some parameters of a bucket were given other memory while something
-        else holds the old: what is written there later would be lost. And as `check_seen` does.
+        for, where only some parameters of a bucket were given other memory while something else
+        holds the old: what is written there later would be lost, and where a parameter that was
+        given another's memory no longer has its values. And as `check_seen` does.
         """
         self.check_seen()
         with torch._C.DisableTorchFunctionSubclass():
@@ -85,8 +92,10 @@ class Memory:
                     own.data = plain(shown)
             for bucket in self.buckets:
                 places = _pointers(bucket.owned)
-                if places != self.places[bucket]:
-                    moved = {n for n, at in places.items() if at != self.places[bucket][n]}
+                moved = {n for n, at in places.items() if at != self.places[bucket][n]}
+                for name in self.shared.keys() & places.keys():
+                    self._check_shared(bucket.owned[name], name, moved)
+                if moved:
                     self._adopt(bucket, moved)
                     self.places[bucket] = _pointers(bucket.owned)
         self.attributes.pass_on()
@@ -145,8 +154,26 @@ class Memory:
                     f"buffer '{name}' requires a gradient after auto_parallel, {COMPILED}"
                 )
 
+    def _check_shared(self, own: torch.Tensor, name: str, moved: set[str]) -> None:
+        """What is shared stays noted while both have the memory; written to, they differ."""
+        of, at = self.shared[name]
+        other = of()
+        if name in moved or other is None or other.data_ptr() != at:
+            del self.shared[name]
+        elif not torch.equal(own, other):
+            raise ConfigError(
+                f"'{name}' was given the memory of another parameter by .data =, and one of them "
+                "was written to since: steps bring values to memory of their own, where the other "
+                "does not see them; copy values instead, after every update: p.data.copy_(values)"
+            )
+
     def _adopt(self, bucket: Bucket, moved: set[str]) -> None:
         values = {n: bucket.owned[n].data for n in moved}
+        own = {id(bucket.owned[n]) for n in moved}
+        others = {t.data_ptr(): t for m in _alive for t in m.tensors if id(t) not in own}
+        for name, value in values.items():
+            if (other := others.get(value.data_ptr())) is not None and value.numel():
+                self.shared[name] = weakref.ref(other), value.data_ptr()
         if not bucket.is_alone:
             left = sorted(n for n, p in bucket.owned.items() if p.numel() and n not in moved)
             if left:

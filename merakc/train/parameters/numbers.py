@@ -114,7 +114,7 @@ def kind_of(
         is_matrix = name == "linalg_norm" and order not in (None, "fro") and gradient.dim() > 1
         order, norm = 2 if order in (None, "fro") else order, torch.linalg.vector_norm
         is_number = isinstance(order, (int, float))
-        if given or rest or is_matrix or not is_number or gradient.is_complex():
+        if given or rest or is_matrix or not is_number:
             return None
         order = float(order)
         if abs(order) == INFINITE:

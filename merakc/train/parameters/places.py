@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
+from merakc.runtime.health.job import all_ranks
 from merakc.runtime.part import Place, TensorPart, local_of, places
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement
@@ -95,6 +97,25 @@ def check_given(
             )
         if isinstance(value, TensorPart) and name in own:
             local_of(own[name], value)
+
+
+def load_all(
+    load: Callable[..., Any], given: Mapping[str, Any], strict: bool, groups: Groups
+) -> Any:
+    """What torch's `load_state_dict` says of a state dict: on every rank, the missing keys of all
+    stages. Raises `RuntimeError` for them, and for keys that no stage has, if `strict`.
+    """
+    if groups.mesh.pp == 1:
+        return load(given, strict)
+    keys = load(given, False)
+    every: list[list[str]] = [[] for _ in range(groups.mesh.world_size)]
+    dist.all_gather_object(every, keys.missing_keys, all_ranks())
+    keys.missing_keys[:] = dict.fromkeys(name for names in every for name in names)
+    kinds = {"Missing": keys.missing_keys, "Unexpected": keys.unexpected_keys}
+    said = [f"{kind} key(s) in state_dict: {', '.join(k)}." for kind, k in kinds.items() if k]
+    if strict and said:
+        raise RuntimeError(f"Error(s) in loading state_dict: {' '.join(said)}")
+    return keys
 
 
 def check_reach(kind: str, held: Mapping[str, ShardedState | None]) -> None:

@@ -79,9 +79,10 @@ def share_of(
     else:  # of another rank's parameter, or an empty part
         dtype, nothing = number(values.new_ones(1)).dtype, NOTHING[kind.combine]
         own = torch.full((), nothing, dtype=torch.float64, device=values.device)  # of no bool
-        own = own + values.double().sum()  # nothing, whose gradient is an empty part
+        real = values.abs() if values.is_complex() else values
+        own = own + real.double().sum()  # nothing, whose gradient is an empty part
     if kind.root != 1.0 or kind.divisor > 1:
-        dtype = values.dtype
+        dtype = values.dtype.to_real()
     return Share((Term(of.source, own.double(), kind, dtype),), ())
 
 

@@ -67,8 +67,8 @@ class Keeps(nn.Module):
         self.add, self.total = closed()
         self.partly = functools.partial(dict.update, self.pairs)
 
-    def forward(self, kept: list[int] = seen) -> None:
-        kept.append(1)
+    def forward(self, kept: list[int] = seen, *, more: int = 1) -> None:
+        kept.append(more)
         counting()
 
 
@@ -95,6 +95,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a mapping of the class": (lambda m: m.table.update(a=1), "Keeps.table['a']"),
     "a global": (lambda m: counting(), "tests.frontend.python.test_state.calls"),
     "a default": (lambda m: seen.append(1), "a default of Keeps.forward[0]"),
+    "a keyword's default": (
+        lambda m: type(m).forward.__kwdefaults__.update(more=2),
+        "a default of Keeps.forward['more']",
+    ),
     "a new buffer": (lambda m: m.register_buffer("more", torch.ones(1)), "more"),
     "a buffer taken away": (lambda m: delattr(m, "steps"), "steps"),
     "a module": (lambda m: m.add_module("more", nn.Linear(1, 1)), "more"),

@@ -126,6 +126,32 @@ def test_training_goes_on(options: dict[str, Any]) -> None:
         assert [around in text for text in found.wrapped] == [True] * 2 * ("tp" in options)
 
 
+def shared(options: dict[str, Any]) -> tuple[float, float, str]:
+    """Losses of a model and of a copy on its memory, and what is said once one is trained."""
+    model = built(**options)
+    other = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.data.mul_(0.5)
+        q.data = p.data
+    losses = loss_of(model), loss_of(other)
+    assert loss_of(other) == losses[1]
+    trained(model, Tied().state_dict(), None)
+    with pytest.raises(ConfigError) as told:
+        loss_of(other)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.data = p.data.clone()
+    assert loss_of(other) == loss_of(model)
+    return *losses, str(told.value)
+
+
+@pytest.mark.parametrize("shards", ["zero-0", "zero-3"])
+def test_memory_of_two_models_is_written_to_by_none(shards: str) -> None:
+    for one, other, said in run_ranks(2, shared, {"dp": 2, "state_shards": shards}):
+        assert one == other
+        assert "was given the memory of another parameter by .data =" in said
+        assert "p.data.copy_(values)" in said
+
+
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "half": (lambda m: loss_of(m.half()), "'a.weight' is torch.float16"),
     "replaced": (

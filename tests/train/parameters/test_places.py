@@ -126,3 +126,31 @@ def after_a_step(folder: Path) -> None:
 
 def test_buffers_that_a_step_has_written_are_loaded(tmp_path: Path) -> None:
     run_ranks(4, after_a_step, tmp_path / "saved")
+
+
+class Two(nn.Module):
+    """A layer for each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh()).square().mean()
+
+
+def missing() -> tuple[list[str], list[str], str]:
+    model = merakc.auto_parallel(Two(), torch.ones(2, 4), pp=2, cluster=NOMINAL_CPU)
+    some = {n: t for n, t in Two().state_dict().items() if "bias" not in n}
+    own = model.load_state_dict(model.state_dict())
+    keys = model.load_state_dict({**some, "more": torch.ones(1)}, strict=False)
+    with pytest.raises(RuntimeError) as told:
+        model.load_state_dict(some)
+    return [*own.missing_keys], [*keys.missing_keys, *keys.unexpected_keys], str(told.value)
+
+
+def test_every_rank_is_told_which_weights_are_missing() -> None:
+    for own, others, said in run_ranks(2, missing):
+        assert own == []
+        assert others == ["first.bias", "last.bias", "more"]
+        assert "Missing key(s) in state_dict: first.bias, last.bias." in said

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import merakc
 from merakc.equality.ranks import run_ranks
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.parameters.shares import Share
 from tests.train.parameters.test_idioms import Net, built
+from tests.train.parameters.test_norms import batch
 
 
 def read() -> dict[str, float]:
@@ -55,3 +59,43 @@ def test_all_ways_to_read_one() -> None:
             {k: v for k, v in wanted.items() if k != "a tensor"}, rel=1e-12
         )
         assert found["a tensor"] == pytest.approx(norm, rel=1e-6)  # torch's default dtype
+
+
+class Spectral(nn.Module):
+    """Weights of frequencies, as Fourier neural operators have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+        self.out = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean is over the samples."""
+        seen: torch.Tensor = self.out((x.to(torch.complex128) @ self.weight).abs())
+        return {"loss": seen.square().mean()}
+
+
+def of_complex(options: dict[str, Any] | None) -> list[float]:
+    model: Any = Spectral()
+    dp = (options or {}).get("dp", 1)
+    if options is not None:
+        model = merakc.auto_parallel(
+            model, batch(0, dp), micro_batches=2, cluster=NOMINAL_CPU, **options
+        )
+    loss = model(batch(model.data_parallel_rank if options else 0, dp))["loss"]
+    (loss + 0.1 * model.weight.norm()).backward()
+    gradient = model.weight.grad
+    norms = [gradient.norm(), gradient.norm(1), torch.linalg.vector_norm(gradient, 0)]
+    assert {n.dtype for n in norms[:2]} == {torch.float64}
+    clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    return [float(x) for x in (*norms, clipped, gradient.norm(), model.weight.detach().norm())]
+
+
+@pytest.mark.parametrize(
+    "options", [{"dp": 2, "state_shards": "zero-3"}, {"tp": 2}, {"pp": 2}], ids=str
+)
+def test_norms_of_complex_parameters(options: dict[str, Any]) -> None:
+    wanted = of_complex(None)
+    for found in run_ranks(2, of_complex, {"dp": 1, **options}):
+        assert found == pytest.approx(wanted, rel=1e-12)
