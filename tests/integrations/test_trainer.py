@@ -57,11 +57,14 @@ def texts(count: int) -> list[Tensors]:
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
     """Two epochs of three batches, in an accumulated step of two and one of one."""
+    usual = {
+        "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 13,
+        "gradient_accumulation_steps": 2, "eval_strategy": "steps",
+    }  # fmt: skip
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=13,
-        gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
+        output_dir=str(folder), num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
         warmup_steps=2, weight_decay=0.1, logging_steps=1, eval_steps=2, save_steps=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, **{"eval_strategy": "steps"} | options,
+        use_cpu=True, disable_tqdm=True, **usual | options,
     )  # fmt: skip
 
 
@@ -79,6 +82,34 @@ def trained(kind: Any, model: Any, folder: Path, resume: Path | None = None) -> 
     trainer.train(resume_from_checkpoint=resume and str(resume))
     trainer.save_model()
     return [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
+
+
+def few(kind: Any, model: Any, folder: Path) -> list[Any]:
+    """What is logged and predicted where the last batches of all kinds have one sample."""
+    given = arguments(
+        folder, per_device_eval_batch_size=2, per_device_train_batch_size=4,
+        gradient_accumulation_steps=1, save_strategy="no",
+    )  # fmt: skip
+    trainer = kind(
+        model=model, args=given, train_dataset=texts(5), eval_dataset=texts(5),
+        compute_metrics=accuracy,
+    )  # fmt: skip
+    trainer.train()
+    answer = trainer.predict(texts(5))
+    history = [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
+    return [history, answer.predictions, answer.label_ids]
+
+
+def test_the_last_batch_may_be_of_one_sample(tmp_path: Path) -> None:
+    wanted = few(transformers.Trainer, llama(), tmp_path)
+    AcceleratorState._reset_state(True)
+    for history, *answer in run_ranks(2, lambda: few(Trainer, parallel({"dp": 2}), tmp_path)):
+        for ours, theirs in zip(history, wanted[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        for ours, theirs in zip(answer, wanted[1:], strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5
+            )
 
 
 def parallel(layout: dict[str, Any], **options: Any) -> Any:
