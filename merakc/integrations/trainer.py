@@ -19,7 +19,7 @@ import transformers
 
 from merakc.errors import ConfigError
 from merakc.integrations.adapters import save_adapters
-from merakc.integrations.alone import put_into, read_everything, stand_alone
+from merakc.integrations.alone import put_into, put_weights, read_everything, stand_alone
 from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
@@ -101,8 +101,10 @@ class _Parallel:
         if not _internal_call or self.args.save_only_model:
             if hasattr(self.model, "peft_config"):
                 save_adapters(folder, self.model)
-            else:
+            elif _internal_call:  # a checkpoint, which `load` reads
                 self._written(folder, lambda aside: export(aside, self.model))
+            else:
+                put_weights(folder, self.model, main=self.args.should_save)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             if self.processing_class is not None:

@@ -149,6 +149,10 @@ def test_a_run_is_that_of_one_process(plain: tuple[History, Tensors], tmp_path: 
     for name, value in plain[1].items():
         torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
     middle = tmp_path / "first" / "checkpoint-2"
+    files = {p.name for p in (tmp_path / "first").iterdir() if p.is_file()}
+    assert files == {
+        "config.json", "generation_config.json", "model.safetensors", "training_args.bin"
+    }  # fmt: skip
     layout = {"dp": 2, "state_shards": "zero-1"}
     compare(run_ranks(2, on_ranks, layout, tmp_path / "then", middle), plain)
 
