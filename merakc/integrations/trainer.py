@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 import transformers
@@ -44,6 +44,8 @@ _REFUSED = {
     "use_liger_kernel": "it changes the model, which is compiled: change it before auto_parallel",
     "activation_offloading": "auto_parallel(..., recompute='full') keeps fewer activations",
     "sync_ref_model": "it mixes parameters one by one, of which this rank may hold parts",
+    "neftune_noise_alpha": "the noise is part of the forward: leave this out, and call transformers"
+    ".integrations.neftune.activate_neftune(model, neftune_noise_alpha) before auto_parallel",
     "precompute_ref_log_probs": "leave it out: the reference model computes them in each step",
 }
 
@@ -58,9 +60,11 @@ class _Parallel:
     lr_scheduler: Any
     processing_class: Any
     state: Any
+    model_init: Any
     push_to_hub: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._made, self.model_init = None, kwargs.get("model_init")
         super().__init__(*args, **kwargs)
         if getattr(self, "compute_loss_func", None) is not None:
             raise ConfigError(
@@ -70,11 +74,9 @@ class _Parallel:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes accelerate's object, for a process by itself; refuses what cannot be right."""
-        if not isinstance(self.model, ParallelModel):
-            raise ConfigError(
-                f"this Trainer is given a {type(self.model).__name__}; give it the model that "
-                "auto_parallel returned, or use transformers' own"
-            )
+        if self.model is None and self.model_init is not None:
+            self.model = self._made = self.call_model_init()  # which transformers does after this
+        _check_parallel(self.model)
         for name, remedy in _REFUSED.items():
             if value := getattr(self.args, name, None):
                 raise ConfigError(f"TrainingArguments({name}={value!r}): {remedy}")
@@ -86,6 +88,23 @@ class _Parallel:
         self.model.read_whole_batches()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         read_everything(self.accelerator)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """The model of `model_init`, which calls `auto_parallel`; every rank makes it."""
+        if (model := self._made) is not None:
+            self._made = None
+            return model
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        _check_parallel(model)
+        model.read_whole_batches()
+        return model
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Never:
+        """Refuses: each rank would draw trials of its own."""
+        raise ConfigError(
+            "hyperparameter_search draws its trials on each rank by itself, and ranks must train "
+            "alike: write a loop over the arguments of your trials, with a Trainer for each"
+        )
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -138,6 +157,14 @@ class _Parallel:
 
     def _load_best_model(self) -> None:
         load(self.state.best_model_checkpoint, self.model)
+
+
+def _check_parallel(model: Any) -> None:
+    if not isinstance(model, ParallelModel):
+        raise ConfigError(
+            f"this Trainer is given a {type(model).__name__}; give it the model that "
+            "auto_parallel returned, as model= or from model_init=, or use transformers' own"
+        )
 
 
 @cache

@@ -13,6 +13,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers.integrations.neftune import activate_neftune
 
 import merakc
 from merakc.equality.ranks import run_ranks
@@ -84,6 +85,47 @@ def trained(kind: Any, model: Any, folder: Path, resume: Path | None = None) -> 
     return [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
 
 
+def with_noise() -> LlamaForCausalLM:
+    model = llama()
+    activate_neftune(model, 5.0)
+    return model
+
+
+def initialised(kind: Any, made: Any, folder: Path) -> History:
+    """Logs of a trainer that makes its model."""
+    if kind is Trainer:
+        as_torchrun()
+    given = arguments(folder, eval_strategy="no", save_strategy="no")
+    trainer = kind(model_init=made, args=given, train_dataset=texts(24))
+    trainer.train()
+    if kind is Trainer:
+        with pytest.raises(ConfigError, match="draws its trials on each rank by itself"):
+            trainer.hyperparameter_search()
+    return [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
+
+
+def test_the_model_may_be_made_by_the_trainer(tmp_path: Path) -> None:
+    wanted = initialised(transformers.Trainer, llama, tmp_path)
+    AcceleratorState._reset_state(True)
+    layout = {"dp": 2}
+    for history in run_ranks(2, lambda: initialised(Trainer, lambda: parallel(layout), tmp_path)):
+        for ours, theirs in zip(history, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def noisy(layout: dict[str, Any], folder: Path) -> History:
+    return initialised(Trainer, lambda: parallel(layout, make=with_noise), folder)
+
+
+def test_noise_on_embeddings_is_the_same_on_every_layout(tmp_path: Path) -> None:
+    """It is not that of torch's generator."""
+    found = [run_ranks(n, noisy, x, tmp_path)[0] for n, x in ((1, {}), (2, {"dp": 2}))]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    quiet = run_ranks(1, lambda: initialised(Trainer, lambda: parallel({}), tmp_path))[0]
+    assert quiet[0]["loss"] != pytest.approx(found[0][0]["loss"], rel=1e-4)
+
+
 def few(kind: Any, model: Any, folder: Path) -> list[Any]:
     """What is logged and predicted where the last batches of all kinds have one sample."""
     given = arguments(
@@ -112,10 +154,14 @@ def test_the_last_batch_may_be_of_one_sample(tmp_path: Path) -> None:
             )
 
 
-def parallel(layout: dict[str, Any], **options: Any) -> Any:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
+def as_torchrun() -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def parallel(layout: dict[str, Any], *, make: Any = llama, **options: Any) -> Any:
+    as_torchrun()
     batch = {k: torch.stack([t[k] for t in texts(BATCH)]) for k in ("input_ids", "labels")}
-    return merakc.auto_parallel(llama(), batch, cluster=NOMINAL_CPU, **layout, **options)
+    return merakc.auto_parallel(make(), batch, cluster=NOMINAL_CPU, **layout, **options)
 
 
 def on_ranks(layout: dict[str, Any], folder: Path, resume: Path | None) -> tuple[History, Tensors]:
@@ -163,6 +209,7 @@ def test_a_run_is_that_of_one_process(plain: tuple[History, Tensors], tmp_path: 
         ({"bf16": True}, r"bf16=True\): auto_parallel\(..., precision=...\)"),
         ({"label_smoothing_factor": 0.1}, "the loss is part of the model"),
         ({"gradient_checkpointing": True}, "enable it before auto_parallel"),
+        ({"neftune_noise_alpha": 5.0}, r"activate_neftune\(model, neftune_noise_alpha\) before"),
     ],
 )
 def test_what_would_be_wrong_is_refused(
