@@ -61,10 +61,11 @@ class _Parallel:
     processing_class: Any
     state: Any
     model_init: Any
+    _made: Any = None  # by `model_init`, for transformers to take
     push_to_hub: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._made, self.model_init = None, kwargs.get("model_init")
+        self.model_init = kwargs.get("model_init")
         super().__init__(*args, **kwargs)
         if getattr(self, "compute_loss_func", None) is not None:
             raise ConfigError(
