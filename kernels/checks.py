@@ -38,8 +38,8 @@ def counted(mask: Tensor, count: int, where: str) -> Tensor:
     if found != count and _checking.get():
         raise RecordError(
             f"{where}: a part of the batch has {found} places, and values for {count}; samples in "
-            "one part bring what fills their own places: sort the batch so, or train with dp=1 and "
-            "micro_batches=1"
+            "one part bring just what fills their own places: give no more values than there are "
+            "places, sort the batch so, or train with dp=1 and micro_batches=1"
         )
     return mask.clone()
 

@@ -6,6 +6,8 @@ arguments that cannot be used. A command's module is imported when that command 
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -42,8 +44,28 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def _is_unread(out: os.stat_result) -> bool:
+    """Whether the pipe that standard output was has no reader: rich then puts another file there,
+    where others leave it.
+    """
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    failed = any(event & select.POLLERR for _, event in poll.poll(0))
+    return failed or not os.path.samestat(out, os.fstat(1))
+
+
 class _Commands(TyperGroup):
     """The commands by their names."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a command. That nobody reads its output to the end (`| head`) is nothing wrong."""
+        out = os.fstat(1)
+        try:
+            return super().main(*args, **kwargs)
+        except SystemExit as ended:
+            if isinstance(ended.__context__, BrokenPipeError) and _is_unread(out):
+                raise SystemExit(0) from None
+            raise
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All of them."""

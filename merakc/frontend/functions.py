@@ -48,14 +48,18 @@ def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Apply:
-    """Calls a custom function with the leaves of its arguments, as `structure` holds them."""
+    """Calls a custom function with the leaves of its arguments, as `structure` holds them; with
+    copies of those at the places that it has `written` to.
+    """
 
     cls: type[Any]
     structure: pytree.TreeSpec
+    written: tuple[int, ...] = ()
 
     def __call__(self, *leaves: Any) -> Any:
         """What the function returns."""
-        args = pytree.tree_unflatten(leaves, self.structure)
+        own = [x.clone() if k in self.written else x for k, x in enumerate(leaves)]
+        args = pytree.tree_unflatten(own, self.structure)
         out = apply_plainly(self.cls, *args)
         if (given := _GIVEN.get()) is not None:
             given.append((self.cls.__name__, args, describe(args, id)))
@@ -163,8 +167,9 @@ class FunctionRecorder(GraphBuilder):
         held = [id(x) for x in pytree.tree_leaves(args)]
         self.applied.append((f"{user_line()}: custom function {cls.__name__}", args, held))
         changed = self._check(cls, given, outs, watch)
-        refs = [self._given(x, changed) for x in leaves]
-        ref = self._emit(self._function_name(Apply(cls, structure)), tuple(refs), {}, outs)
+        written = tuple(k for k, x in enumerate(leaves) if any(x is y for y in changed))
+        name = self._function_name(Apply(cls, structure, written))
+        ref = self._emit(name, tuple(self._args(x) for x in leaves), {}, outs)
         for index, item in enumerate(outs):
             if any(item is x for x in changed):
                 self.aliases.write(self._alias(item), Ref(ref.node, index), self.grads)
@@ -202,12 +207,6 @@ class FunctionRecorder(GraphBuilder):
                     "return it, and mark it by ctx.mark_dirty",
                 )
         return watch.written
-
-    def _given(self, leaf: Any, changed: Sequence[torch.Tensor]) -> Any:
-        """An argument of the node: of a tensor that the call writes to, a copy."""
-        if any(leaf is x for x in changed):
-            return self._emit("aten.clone.default", (self._ref(leaf),), {}, (leaf,))
-        return self._args(leaf)
 
     def _function_name(self, apply: Apply) -> str:
         """The op name of a custom function; classes of one name are numbered."""

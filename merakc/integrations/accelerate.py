@@ -23,10 +23,9 @@ import torch.utils._pytree as pytree
 from accelerate.utils import DistributedType, DynamoBackend
 
 from merakc.errors import CheckpointError, ConfigError
-from merakc.integrations.alone import put_into, read_everything, stand_alone
+from merakc.integrations.alone import put_weights, read_everything, stand_alone
 from merakc.machines.start import device_of, start_distributed
 from merakc.runtime.groups import from_rank_0, together
-from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
 from merakc.train.model import ParallelModel
@@ -122,9 +121,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model.full_state_dict()  # type: ignore[no-any-return]
 
     def save_model(self, model: Any, save_directory: str | Path, *_: Any, **__: Any) -> None:
-        """Writes what `from_pretrained` reads: `merakc.export`. All ranks must call it."""
-        main = self.is_main_process
-        put_into(Path(save_directory), lambda aside: export(aside, model), main=main)
+        """Writes what `from_pretrained` reads. All ranks must call it."""
+        put_weights(Path(save_directory), model, main=self.is_main_process)
 
     def save_state(self, output_dir: str | Path | None = None, *_: Any, **__: Any) -> str:
         """Saves the run as `merakc.save` does, for any plan. All ranks must call it."""

@@ -12,6 +12,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from merakc.runtime.groups import together
+from merakc.train.checkpoints.exporting import export
+from merakc.train.checkpoints.manifest import NAME
 
 
 def stand_alone(rank: int, device: torch.device) -> None:
@@ -34,9 +36,11 @@ def read_everything(accelerator: Any) -> None:
     accelerator.dataloader_config.dispatch_batches = False
 
 
-def put_into(folder: Path, write: Callable[[Path], Any], *, main: bool) -> None:
+def put_into(
+    folder: Path, write: Callable[[Path], Any], *, main: bool, leave_out: str = ""
+) -> None:
     """Puts the files of a folder, which all ranks write, to those that are in `folder`; the `main`
-    rank moves them.
+    rank moves them, but for the one to `leave_out`, which then is not in `folder` either.
     """
     aside = folder.absolute().with_name(f".{folder.name}.written")
     write(aside)
@@ -44,5 +48,14 @@ def put_into(folder: Path, write: Callable[[Path], Any], *, main: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for path in aside.iterdir():
             os.replace(path, folder / path.name)
+        if leave_out:
+            (folder / leave_out).unlink(missing_ok=True)
         aside.rmdir()
     together(lambda: True)
+
+
+def put_weights(folder: Path, model: Any, *, main: bool) -> None:
+    """Puts the files that `from_pretrained` reads into `folder`, without the checksums of a
+    checkpoint: other programs write to such a folder, and would make them untrue.
+    """
+    put_into(folder, lambda aside: export(aside, model), main=main, leave_out=NAME)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 import transformers
 
 from merakc.errors import ConfigError
 from merakc.integrations.adapters import save_adapters
-from merakc.integrations.alone import put_into, read_everything, stand_alone
+from merakc.integrations.alone import put_into, put_weights, read_everything, stand_alone
 from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
@@ -44,6 +44,8 @@ _REFUSED = {
     "use_liger_kernel": "it changes the model, which is compiled: change it before auto_parallel",
     "activation_offloading": "auto_parallel(..., recompute='full') keeps fewer activations",
     "sync_ref_model": "it mixes parameters one by one, of which this rank may hold parts",
+    "neftune_noise_alpha": "the noise is part of the forward: leave this out, and call transformers"
+    ".integrations.neftune.activate_neftune(model, neftune_noise_alpha) before auto_parallel",
     "precompute_ref_log_probs": "leave it out: the reference model computes them in each step",
 }
 
@@ -58,9 +60,12 @@ class _Parallel:
     lr_scheduler: Any
     processing_class: Any
     state: Any
+    model_init: Any
+    _made: Any = None  # by `model_init`, for transformers to take
     push_to_hub: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.model_init = kwargs.get("model_init")
         super().__init__(*args, **kwargs)
         if getattr(self, "compute_loss_func", None) is not None:
             raise ConfigError(
@@ -70,11 +75,9 @@ class _Parallel:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes accelerate's object, for a process by itself; refuses what cannot be right."""
-        if not isinstance(self.model, ParallelModel):
-            raise ConfigError(
-                f"this Trainer is given a {type(self.model).__name__}; give it the model that "
-                "auto_parallel returned, or use transformers' own"
-            )
+        if self.model is None and self.model_init is not None:
+            self.model = self._made = self.call_model_init()  # which transformers does after this
+        _check_parallel(self.model)
         for name, remedy in _REFUSED.items():
             if value := getattr(self.args, name, None):
                 raise ConfigError(f"TrainingArguments({name}={value!r}): {remedy}")
@@ -86,6 +89,23 @@ class _Parallel:
         self.model.read_whole_batches()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         read_everything(self.accelerator)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """The model of `model_init`, which calls `auto_parallel`; every rank makes it."""
+        if (model := self._made) is not None:
+            self._made = None
+            return model
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        _check_parallel(model)
+        model.read_whole_batches()
+        return model
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Never:
+        """Refuses: each rank would draw trials of its own."""
+        raise ConfigError(
+            "hyperparameter_search draws its trials on each rank by itself, and ranks must train "
+            "alike: write a loop over the arguments of your trials, with a Trainer for each"
+        )
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -101,8 +121,10 @@ class _Parallel:
         if not _internal_call or self.args.save_only_model:
             if hasattr(self.model, "peft_config"):
                 save_adapters(folder, self.model)
-            else:
+            elif _internal_call:  # a checkpoint, which `load` reads
                 self._written(folder, lambda aside: export(aside, self.model))
+            else:
+                put_weights(folder, self.model, main=self.args.should_save)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             if self.processing_class is not None:
@@ -136,6 +158,14 @@ class _Parallel:
 
     def _load_best_model(self) -> None:
         load(self.state.best_model_checkpoint, self.model)
+
+
+def _check_parallel(model: Any) -> None:
+    if not isinstance(model, ParallelModel):
+        raise ConfigError(
+            f"this Trainer is given a {type(model).__name__}; give it the model that "
+            "auto_parallel returned, as model= or from model_init=, or use transformers' own"
+        )
 
 
 @cache

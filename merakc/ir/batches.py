@@ -95,13 +95,15 @@ class Share:
 class BatchLayout:
     """How the samples of a batch lie: `sizes` has those of every dp rank, each in `micro_batches`
     parts of one size; `dp_rank` is the rank that asks. They are `alike` where they differ in their
-    samples alone.
+    samples alone. Of a batch of fewer samples than there are dp ranks each of these, of which there
+    are `copies`, runs all.
     """
 
     sizes: tuple[int, ...]
     micro_batches: int
     dp_rank: int = 0
     alike: bool = field(default=True, compare=False)
+    copies: int = 1
 
     @property
     def own(self) -> int:

@@ -270,12 +270,10 @@ def adapt_plan(
     where the batch has lists that several ranks may join in two ways.
     """
     plan = lowered.plan
+    parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
     if isinstance(recording, BatchRecording):
         check_lists(recording, recording.dims)
-    parts = plan.dp * plan.micro_batches
-    if isinstance(recording, BatchRecording) and len(recording.layout.sizes) == 1:
-        parts = recording.layout.parts  # which ranks of dp have of their own
-    kinds = () if results else TRAINING
+        parts = recording.layout.parts  # fewer, where each dp rank runs all of a batch
     gathered = gathers(lowered.loss.graph)
     loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)

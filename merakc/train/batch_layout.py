@@ -28,36 +28,50 @@ def layout_of(
     group: dist.ProcessGroup | None,
     *,
     follows: bool = False,
+    copied: bool = False,
 ) -> BatchLayout:
-    """How the samples lie, of which this is a dp rank's batch; collective over `group`, the ranks
-    of dp. Their hosts tell each other: none waits for what its device still does. Where the plan's
-    number of micro-batches `follows` the batch, it is the largest, up to that, into which all
-    divide.
+    """How the samples lie, of which this is a dp rank's batch, or all where it is `copied` to each;
+    collective over `group`, the ranks of dp. Their hosts tell each other: none waits for what its
+    device still does. Where the plan's number of micro-batches `follows` the batch, it is the
+    largest, up to that, into which all divide.
 
     Raises `MismatchError` on all of them where their batches, by their sizes, hold the samples in
-    other places.
+    other places, or are not what each would have of one whole batch.
     """
     own = batch_size_of(args, kwargs, plan.batch_dims)
     if group is None:
         return BatchLayout((own,), _parts((own,), plan, follows=follows))
     rows = sample_rows(args, kwargs, plan.batch_dims)
     places = {name: (place.dim, place.outer) for name, place in rows.items()}
-    told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows)]
+    told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows), copied]
     every = torch.empty(len(told) * plan.dp, dtype=torch.int64, device="cpu")
     gather_into(every, torch.tensor(told, device="cpu"), group).wait()
-    sizes, marks, lengths = every.view(-1, len(told)).T.tolist()
+    sizes, marks, lengths, copies = every.view(-1, len(told)).T.tolist()
+    if any(copies) and len({*zip(sizes, copies, strict=True)}) > 1:
+        raise MismatchError(
+            "data-parallel ranks are given other numbers of samples of what should be one whole "
+            f"batch: these take {sizes} of it; give every rank the same batch"
+        )
     if len(set(marks)) > 1:
         raise _read_otherwise(named_tensors(args, kwargs), places, group)
+    if copied:
+        return BatchLayout((own,), _parts((own,), plan, follows=follows), copies=plan.dp)
     parts = _parts(sizes, plan, follows=follows)
     return BatchLayout(tuple(sizes), parts, dp_rank, alike=len(set(lengths)) == 1)
+
+
+def dealt_over(layout: BatchLayout, groups: Groups) -> dist.ProcessGroup | None:
+    """The dp ranks that have other samples of a batch that lies so; None where each has all."""
+    return groups.axis("dp") if len(layout.sizes) > 1 else None
 
 
 def _parts(sizes: Sequence[int], plan: Plan, *, follows: bool) -> int:
     if not all(sizes):
         raise ConfigError(
             f"the data-parallel ranks are given batches of {list(sizes)} samples; each needs one "
-            "at least: leave the batch out, as merakc.dataloader(..., drop_last=True) does, or "
-            "choose a batch size that leaves a sample for each rank in the last"
+            "at least: leave the batch out, as merakc.dataloader(..., drop_last=True) does, "
+            "choose a batch size that leaves a sample for each rank in the last, or give every "
+            "rank the whole batch (model.read_whole_batches()), of any number of samples"
         )
     most, common = plan.micro_batches, math.gcd(*sizes)
     if not follows:
@@ -88,11 +102,6 @@ def _read_otherwise(
         f"({'; '.join(told)}); say it: auto_parallel(..., batch_dims={{name: dim}}), with None for "
         "a tensor that is the same for all samples"
     )
-
-
-def parted(groups: Groups, layout: BatchLayout) -> dist.ProcessGroup | None:
-    """The ranks of dp, where their batches are parts of one."""
-    return groups.axis("dp") if len(layout.sizes) > 1 else None
 
 
 def may_be_joined(batch: Any, dims: BatchDims) -> bool:

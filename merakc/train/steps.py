@@ -47,7 +47,7 @@ from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.streams import bring
 from merakc.schedules.planned import with_fewer
 from merakc.train.alike import check_alike
-from merakc.train.batch_layout import layout_of, parted
+from merakc.train.batch_layout import dealt_over, layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
 from merakc.train.compiled_step import CompiledStep, Form, check_held
@@ -96,6 +96,7 @@ class Steps:
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
     whole: Tensors = field(default_factory=dict)  # the batch, where ranks are given the job's
+    copied: bool = False  # whether that has so few samples that each dp rank runs all
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
     compared: Compared = field(default_factory=Compared)  # forwards of any shape of batch
@@ -127,7 +128,8 @@ class Steps:
             return BatchLayout((batch_size_of(args, kwargs),), 1)
         plan = self.planned.plan if dims is None else replace(self.planned.plan, batch_dims=dims)
         dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
-        return layout_of(args, kwargs, plan, dp_rank, group, follows=self.follows)
+        how = {"follows": self.follows, "copied": self.copied}
+        return layout_of(args, kwargs, plan, dp_rank, group, **how)
 
     @property
     def forward(self) -> nn.Module:
@@ -176,7 +178,7 @@ class Steps:
             head=self._head(lowered, layout, train=train),
             late=lowered.loss.written,
         )  # fmt: skip
-        known, group = lowered.loss.known, parted(self.groups, layout)
+        known, group = lowered.loss.known, dealt_over(layout, self.groups)
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         besides = Besides(recording, layout, whole, self.device, group)
@@ -188,7 +190,7 @@ class Steps:
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
         head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
-        group, own = parted(self.groups, layout), self.groups.coordinates[1]
+        group, own = dealt_over(layout, self.groups), self.groups.coordinates[1]
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
         return HeadRunner(head, chunk, layout, self.device, group, self.fuser if train else None)
@@ -301,10 +303,11 @@ class Steps:
         """One step of this rank, which draws by this number."""
         self.bind()
         batches = self.batches(step, args, kwargs)
-        self.reads.agree(step.recording.reads, group := parted(self.groups, step.layout))
+        self.reads.agree(step.recording.reads, group := dealt_over(step.layout, self.groups))
         if not self.alike:
             check_lengths(step.facts, group)
-        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen[1]])
+        copy = self.groups.coordinates[0] * (step.layout.copies > 1)  # of one batch, as is right
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen[1], copy])
         self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
         self.agreement.forward = step.mark if self.alike else ""
@@ -313,7 +316,7 @@ class Steps:
         made = step.besides.before(batches, args, kwargs)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        step.executor.loss_scale = self.loss_scale.scale
+        step.executor.loss_scale = self.loss_scale.scale / step.layout.copies
         forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
@@ -338,7 +341,7 @@ class Steps:
     @torch.no_grad()
     def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
         """Writes the buffers that every part has read as they were before; collective over dp."""
-        group = parted(self.groups, step.layout)
+        group = dealt_over(step.layout, self.groups)
         for name, parts in sorted(result.written.items()):
             value = parts[0]
             if step.lowered.loss.written[name] is ShareKind.SUM:
@@ -354,7 +357,9 @@ class Steps:
         Raises `MismatchError` on every rank where those of a dp replica were given other batches,
         or ranks with the same parameters train with other settings.
         """
-        own, spec = result.loss if self.groups.coordinates[2] == 0 else None, step.loss_spec
+        dp_rank, _, tp = self.groups.coordinates
+        counts = tp == 0 and (dp_rank == 0 or step.layout.copies == 1)
+        own, spec = result.loss if counts else None, step.loss_spec
         assert spec is not None
         shared = torch.zeros((), dtype=spec.dtype, device=self.device) if own is None else own
         bad = self.loss_scale.nonfinite(result.gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -234,3 +235,13 @@ def test_unlike_nodes_get_uneven_stages(unlike: Path) -> None:
     # The even stages on unlike nodes, and the same decisions with stages cut for these.
     assert found.prediction.step_s < 0.8 * sides["before"]["step_s"]
     assert sides["after"]["step_s"] == pytest.approx(found.prediction.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"]])
+def test_output_that_nobody_reads_to_its_end_is_no_error(arguments: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-c", "from merakc.cli.app import app; app()", *arguments]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -172,6 +172,17 @@ def test_custom_functions_keep_their_backward(name: str) -> None:
     check(Small(forward, layer=linear()), randn(4, 6))
 
 
+def test_a_function_copies_what_it_writes_to() -> None:
+    """So that its argument may be what a stage is given, and be read by others."""
+    model = Small(lambda s, x: FUNCTIONS["marked dirty"](s.layer(x), x).sum(), layer=linear())
+    graph = record(model, (randn(4, 6),), {}).graph
+    (call,) = [n for n in graph.nodes if n.op in graph.functions]
+    given = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+    out = graph.functions[call.op](given)
+    assert torch.equal(out, given * 2)
+    assert torch.equal(torch.autograd.grad(out.sum(), given)[0], torch.full_like(given, 7.0))
+
+
 def test_functions_of_one_name_are_told_apart() -> None:
     def make(factor: float) -> Any:
         class Times(torch.autograd.Function):

@@ -80,6 +80,37 @@ def test_files_and_texts_are_those_of_one_process(layout: dict[str, Any], tmp_pa
     torch.testing.assert_close(merged(**BATCH).loss, wanted(**BATCH).loss)
 
 
+def multiplied() -> Any:
+    """LoHa, whose forward asks of each layer by a random number whether it is left out."""
+    config = peft.LoHaConfig(r=2, target_modules=["q_proj", "v_proj"], init_weights=False)
+    return peft.get_peft_model(base().double(), config).train()
+
+
+def trained_on(layout: dict[str, Any] | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = multiplied()
+    if layout is not None:
+        example = {k: v[: len(v) // layout.get("dp", 1)] for k, v in BATCH.items()}
+        options = {"whole_batches": True, **layout}
+        model = merakc.auto_parallel(model, example, cluster=NOMINAL_CPU, **options)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for _ in range(2):
+        losses.append((loss := model(**BATCH).loss).item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict() if layout is None else model.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}])
+def test_adapters_that_are_multiplied_train(layout: dict[str, Any]) -> None:
+    losses, weights = trained_on(None)
+    assert losses[1] < losses[0]
+    for found, _ in (ranks := run_ranks(2, trained_on, layout)):
+        assert found == pytest.approx(losses, rel=1e-5)  # Llama casts to float32
+    for name, value in ranks[0][1].items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
+
+
 def prompted() -> Any:
     torch.manual_seed(0)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

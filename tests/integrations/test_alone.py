@@ -10,7 +10,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 
 from merakc.equality.ranks import run_ranks
-from merakc.integrations.alone import put_into, stand_alone
+from merakc.integrations.alone import put_into, put_weights, stand_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,3 +39,10 @@ def test_ranks_are_alone_and_write_together(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["of_0", "of_1", "there"]
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
     AcceleratorState._reset_state(True)
+
+
+def test_weights_for_others_have_no_checksums(tmp_path: Path) -> None:
+    """Another program that writes there would make them untrue; so would these weights."""
+    (tmp_path / "checkpoint.json").write_text("of a checkpoint that was there")
+    put_weights(tmp_path, torch.nn.Linear(2, 2), main=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]

@@ -13,6 +13,7 @@ import transformers
 from accelerate.state import AcceleratorState
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers.integrations.neftune import activate_neftune
 
 import merakc
 from merakc.equality.ranks import run_ranks
@@ -57,11 +58,14 @@ def texts(count: int) -> list[Tensors]:
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
     """Two epochs of three batches, in an accumulated step of two and one of one."""
+    usual = {
+        "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 13,
+        "gradient_accumulation_steps": 2, "eval_strategy": "steps",
+    }  # fmt: skip
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=13,
-        gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
+        output_dir=str(folder), num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
         warmup_steps=2, weight_decay=0.1, logging_steps=1, eval_steps=2, save_steps=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, **{"eval_strategy": "steps"} | options,
+        use_cpu=True, disable_tqdm=True, **usual | options,
     )  # fmt: skip
 
 
@@ -81,10 +85,83 @@ def trained(kind: Any, model: Any, folder: Path, resume: Path | None = None) -> 
     return [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
 
 
-def parallel(layout: dict[str, Any], **options: Any) -> Any:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
+def with_noise() -> LlamaForCausalLM:
+    model = llama()
+    activate_neftune(model, 5.0)
+    return model
+
+
+def initialised(kind: Any, made: Any, folder: Path) -> History:
+    """Logs of a trainer that makes its model."""
+    if kind is Trainer:
+        as_torchrun()
+    given = arguments(folder, eval_strategy="no", save_strategy="no")
+    trainer = kind(model_init=made, args=given, train_dataset=texts(24))
+    trainer.train()
+    if kind is Trainer:
+        with pytest.raises(ConfigError, match="draws its trials on each rank by itself"):
+            trainer.hyperparameter_search()
+    return [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
+
+
+def test_the_model_may_be_made_by_the_trainer(tmp_path: Path) -> None:
+    wanted = initialised(transformers.Trainer, llama, tmp_path)
+    AcceleratorState._reset_state(True)
+    layout = {"dp": 2}
+    for history in run_ranks(2, lambda: initialised(Trainer, lambda: parallel(layout), tmp_path)):
+        for ours, theirs in zip(history, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def noisy(layout: dict[str, Any], folder: Path) -> History:
+    return initialised(Trainer, lambda: parallel(layout, make=with_noise), folder)
+
+
+def test_noise_on_embeddings_is_the_same_on_every_layout(tmp_path: Path) -> None:
+    """It is not that of torch's generator."""
+    found = [run_ranks(n, noisy, x, tmp_path)[0] for n, x in ((1, {}), (2, {"dp": 2}))]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    quiet = run_ranks(1, lambda: initialised(Trainer, lambda: parallel({}), tmp_path))[0]
+    assert quiet[0]["loss"] != pytest.approx(found[0][0]["loss"], rel=1e-4)
+
+
+def few(kind: Any, model: Any, folder: Path) -> list[Any]:
+    """What is logged and predicted where the last batches of all kinds have one sample."""
+    given = arguments(
+        folder, per_device_eval_batch_size=2, per_device_train_batch_size=4,
+        gradient_accumulation_steps=1, save_strategy="no",
+    )  # fmt: skip
+    trainer = kind(
+        model=model, args=given, train_dataset=texts(5), eval_dataset=texts(5),
+        compute_metrics=accuracy,
+    )  # fmt: skip
+    trainer.train()
+    answer = trainer.predict(texts(5))
+    history = [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
+    return [history, answer.predictions, answer.label_ids]
+
+
+def test_the_last_batch_may_be_of_one_sample(tmp_path: Path) -> None:
+    wanted = few(transformers.Trainer, llama(), tmp_path)
+    AcceleratorState._reset_state(True)
+    for history, *answer in run_ranks(2, lambda: few(Trainer, parallel({"dp": 2}), tmp_path)):
+        for ours, theirs in zip(history, wanted[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        for ours, theirs in zip(answer, wanted[1:], strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5
+            )
+
+
+def as_torchrun() -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def parallel(layout: dict[str, Any], *, make: Any = llama, **options: Any) -> Any:
+    as_torchrun()
     batch = {k: torch.stack([t[k] for t in texts(BATCH)]) for k in ("input_ids", "labels")}
-    return merakc.auto_parallel(llama(), batch, cluster=NOMINAL_CPU, **layout, **options)
+    return merakc.auto_parallel(make(), batch, cluster=NOMINAL_CPU, **layout, **options)
 
 
 def on_ranks(layout: dict[str, Any], folder: Path, resume: Path | None) -> tuple[History, Tensors]:
@@ -118,6 +195,10 @@ def test_a_run_is_that_of_one_process(plain: tuple[History, Tensors], tmp_path: 
     for name, value in plain[1].items():
         torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
     middle = tmp_path / "first" / "checkpoint-2"
+    files = {p.name for p in (tmp_path / "first").iterdir() if p.is_file()}
+    assert files == {
+        "config.json", "generation_config.json", "model.safetensors", "training_args.bin"
+    }  # fmt: skip
     layout = {"dp": 2, "state_shards": "zero-1"}
     compare(run_ranks(2, on_ranks, layout, tmp_path / "then", middle), plain)
 
@@ -128,6 +209,7 @@ def test_a_run_is_that_of_one_process(plain: tuple[History, Tensors], tmp_path: 
         ({"bf16": True}, r"bf16=True\): auto_parallel\(..., precision=...\)"),
         ({"label_smoothing_factor": 0.1}, "the loss is part of the model"),
         ({"gradient_checkpointing": True}, "enable it before auto_parallel"),
+        ({"neftune_noise_alpha": 5.0}, r"activate_neftune\(model, neftune_noise_alpha\) before"),
     ],
 )
 def test_what_would_be_wrong_is_refused(

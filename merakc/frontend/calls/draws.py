@@ -47,7 +47,7 @@ HANDED_ON = frozenset(
     {"aten.expand.default", "aten.reshape.default", "aten.to.dtype", "aten.clone.default",
      "aten.detach.default", "aten.squeeze.default", "aten.unsqueeze.default"}
 )  # fmt: skip
-# What a comparison of a number in [0, 1) says for bounds of at most 0, and of at least 1.
+# What a comparison of a number between 0 and 1 says for bounds of at most 0, and of at least 1.
 COMPARISONS: Mapping[str, tuple[bool, bool]] = {
     "aten.lt.Scalar": (False, True),
     "aten.le.Scalar": (False, True),
@@ -55,7 +55,6 @@ COMPARISONS: Mapping[str, tuple[bool, bool]] = {
     "aten.ge.Scalar": (True, False),
 }
 ASKED = frozenset({*COMPARISONS, "aten._local_scalar_dense.default"})
-STRICT_AT_0 = ("aten.lt.Scalar", "aten.ge.Scalar")  # 0 itself is among the numbers
 
 
 DROPOUTS = ("aten.dropout.default", "aten.dropout_.default")
@@ -79,6 +78,7 @@ class Draws:
         self.refuse, self.inputs, self.nodes = refuse, inputs, nodes
         self.scalars: tuple[Tensor, ...] = ()  # the fake seed and number of the first sample
         self.number = 0
+        self.single: set[str] = set()  # nodes of uniform draws of one number
         self.state = torch.default_generator.get_state()
 
     def prepare(self, scalar: Callable[[str], Tensor]) -> None:
@@ -129,8 +129,12 @@ class Draws:
         return out
 
     def uniform(self, shape: Size, dtype: torch.dtype | None = None) -> Tensor:
-        """Numbers in [0, 1)."""
-        return self._draw(torch.ops.merakc.uniform, shape, dtype)
+        """Numbers in [0, 1); one by itself is never 0, so that `rand(1) > 0` is so each time."""
+        drawn = self._draw(torch.ops.merakc.uniform, shape, dtype)
+        if math.prod(shape) == 1:
+            drawn = drawn.clamp(min=torch.finfo(drawn.dtype).eps / 2)  # what is drawn next to 0
+            self.single.add(self.nodes[-1].name)
+        return drawn
 
     def normal(self, shape: Size, dtype: torch.dtype | None = None) -> Tensor:
         """Numbers of mean 0 and variance 1."""
@@ -146,7 +150,8 @@ class Draws:
     def answer(self, op: str, args: Sequence[Any]) -> bool | None:
         """What a comparison gives, if it is the same for every number that could be drawn.
 
-        A layer is dropped if `torch.rand([]) < layerdrop`: never, where that is 0. Raises what
+        A layer is dropped if `torch.rand([]) < layerdrop`: never, where that is 0, nor where it is
+        kept if `torch.rand(1) > dropped`. Raises what
         `refuse` makes where Python asks for a random number itself.
         """
         if not self.scalars or not isinstance(args[0], Ref):
@@ -157,12 +162,12 @@ class Draws:
             return None
         by_name = {n.name: n for n in self.nodes}
         node = by_name.get(args[0].node)
-        while node is not None and node.op in HANDED_ON:
+        while node is not None and node.op in HANDED_ON and node.name not in self.single:
             node = by_name.get(node.refs[0].node)
-        if node is None or node.op != "merakc.uniform.default" or node.spec.numel != 1:
+        if node is None or node.name not in self.single:
             return None
         bound, (below, above) = args[1], COMPARISONS[op]
-        if bound < 0 or (bound == 0 and op in STRICT_AT_0):
+        if bound <= 0:
             return below
         return above if bound >= 1 else None
 

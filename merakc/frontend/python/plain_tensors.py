@@ -118,9 +118,9 @@ def check_memory(tensors: Mapping[str, torch.Tensor], written: Collection[str]) 
         if not set(pair).isdisjoint(written):
             one, other = sorted(pair, key=lambda name: name not in written)
             raise RecordError(
-                f"'{one}' is written to, by the optimizer or the forward, and '{other}' is another "
-                "tensor in the same memory, which a recorded step would leave as it is; let both "
-                "be one tensor, or give one of them a clone()"
+                f"'{one}' is written to, by the optimizer or the forward, and '{other}' is in the "
+                "same memory, which a recorded step would leave as it is: let two parameters or "
+                "buffers be one tensor, and give a batch one argument of it, or a clone()"
             )
 
 

@@ -274,16 +274,27 @@ def _traced(
     values: list[torch.Tensor],
     seeds: list[torch.Tensor],
 ) -> fx.GraphModule:
-    """What `make_fx` traces, without calls that write."""
+    """What `make_fx` traces, without calls that write, but to what is given."""
     traced = make_fx(joint)(values, seeds)
     if any(map(_is_mutating, traced.graph.nodes)):  # some of torch's backward formulas write
         traced = make_fx(torch.func.functionalize(traced))(values, seeds)
-    assert not any(map(_is_mutating, traced.graph.nodes))
     return traced
 
 
 def _is_mutating(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _writes(graph: Graph, target: str) -> RecordError:
+    """The refusal of a backward that writes to what the forward was given."""
+    own = [n for n in graph.nodes if n.op in graph.functions]
+    lines = ", ".join(dict.fromkeys(n.source for n in own if n.source)) or "some line"
+    names = ", ".join(dict.fromkeys(n.op.split(".")[1] for n in own)) or "some"
+    return RecordError(
+        f"{lines}: the backward of a custom function ({names}) writes to '{target}', and what a "
+        "compiled backward gives are gradients alone; write it in the model's forward, or in the "
+        "loop, behind loss.backward()"
+    )
 
 
 def _convert(
@@ -305,7 +316,11 @@ def _convert(
         return arg
 
     for node in module.graph.nodes:
-        if node.op == "placeholder":
+        if _is_mutating(node):  # at the end, to what is given
+            written = next(i for i in inputs if i.name == refs[node.args[0]].node)
+            if written.kind is not InputKind.TANGENT:  # of which nobody else has the tensor
+                raise _writes(graph, (written.target or written.name).removeprefix("known."))
+        elif node.op == "placeholder":
             refs[node] = Ref(next(given).name)
         elif node.op == "get_attr":
             tensor = getattr(module, node.target)

@@ -317,20 +317,21 @@ def _grouped(values: Sequence[Tensor], rows_of: Sequence[Rows | None], total: in
 
 def _of_others(trial: _Trial, values: _Values, of_samples: Sequence[bool]) -> bool:
     """Whether the values and gradients of one sample depend on another's, in the calls that are
-    made, or by what Python asks on the way and would do about another answer.
+    made, or by what Python asks on the way and would do about another answer: of this sample, or of
+    what is the same for all, as a buffer that says whether others are written.
     """
     for sample in (0, values.total - 1):
         plain = _Followed(trial, values, of_samples, sample)
         if plain.reaches_others():
             return True
         asked = list(enumerate(plain.watch.asked))
-        for number, answer in (*asked[:SOME_ASKED], *asked[SOME_ASKED:][-SOME_ASKED:]):
+        for number, (answer, of_sample) in (*asked[:SOME_ASKED], *asked[SOME_ASKED:][-SOME_ASKED:]):
             for other in otherwise(answer):
                 try:
                     found = _Followed(trial, values, of_samples, sample, {number: other})
                 except Exception:  # as a check of the user's that finds something wrong
                     continue
-                if not found.leaves_others(plain):
+                if not found.leaves_others(plain) if of_sample else found.reaches_others():
                     return True
     return False
 

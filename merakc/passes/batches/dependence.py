@@ -43,13 +43,13 @@ def otherwise(answer: Any) -> Iterator[Any]:
 class Dependence(TorchDispatchMode):
     """Follows marks while it is entered.
 
-    `asked` are the answers of the questions about marked elements; `instead` has others to give, by
-    the number of the question.
+    `asked` are the answers of Python's questions, and whether of marked elements; `instead` has
+    others to give, by the number of the question.
     """
 
     def __init__(self, instead: Mapping[int, Any] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.asked: list[Any] = []
+        self.asked: list[tuple[Any, bool]] = []
         self.instead = instead or {}
         # By memory, so that views have the marks of what they are views of; with the sizes of
         # elements, and a tensor that keeps the memory.
@@ -89,11 +89,11 @@ class Dependence(TorchDispatchMode):
         marks = {k: m for k, m in marks.items() if m.any()}
         before = [x.clone() if k in marks else x for k, x in enumerate(given)]
         out = func(*args, **(kwargs or {}))
+        if str(func) in (ASKS, EQUAL):
+            self.asked.append((out, bool(marks)))
+            return self.instead.get(len(self.asked) - 1, out)
         if not marks:
             return out
-        if str(func) in (ASKS, EQUAL):
-            self.asked.append(out)
-            return self.instead.get(len(self.asked) - 1, out)
         memory = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
         made = [
             x for x in pytree.tree_leaves(out)

@@ -74,6 +74,11 @@ DTYPES = {
     torch.complex64: "C64",
 }  # fmt: skip
 
+_WIDE = (
+    ": keep it in another dtype; complex numbers as complex64, or as two (torch.view_as_real, and "
+    "torch.view_as_complex in the forward)"
+)
+
 
 @dataclass
 class Writer(StorageWriter):
@@ -154,7 +159,9 @@ class Writer(StorageWriter):
             dtype, starts[name] = DTYPES.get(data.properties.dtype), at
             if dtype is None or stored_name(name) == "__metadata__":
                 what = f"{data.properties.dtype} and named {stored_name(name)!r}"
-                raise CheckpointError(f"'{name}' is {what}, which no safetensors file holds")
+                raise CheckpointError(
+                    f"'{name}' is {what}, which no safetensors file holds{_WIDE * (dtype is None)}"
+                )
             header[stored_name(name)] = {
                 "dtype": dtype, "shape": list(data.size), "data_offsets": [at, at + size],
             }  # fmt: skip

@@ -159,7 +159,8 @@ class Dealt(Sampler[list[int]]):
                     f"a batch of {count_of(count, 'sample')} leaves some of {self.size} "
                     f"data-parallel ranks without one (batch_size={self.batch_size} of "
                     f"{count_of(self.samples, 'sample')}); give drop_last=True, another "
-                    "batch_size, or auto_parallel a smaller dp"
+                    "batch_size, auto_parallel a smaller dp, or every rank whole batches, of any "
+                    "number of samples (a plain DataLoader, model.read_whole_batches())"
                 )
 
     def order(self) -> dict[str, Any]:

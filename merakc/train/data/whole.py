@@ -23,12 +23,15 @@ Tensors = dict[str, torch.Tensor]
 def own_part(
     steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """This dp rank's samples of a batch; the step compares that all ranks were given the same."""
+    """This dp rank's samples of a batch, or all, where some ranks would have none; the step
+    compares that all ranks were given the same.
+    """
     dims, dp = steps.planned.plan.batch_dims, steps.planned.plan.dp
     steps.whole = {f"of the whole batch, {n}": t for n, t in named_tensors(args, kwargs).items()}
-    if dp == 1:
-        return tuple(args), dict(kwargs)
     samples, rank = batch_size_of(args, kwargs, dims), steps.groups.coordinates[0]
+    steps.copied = 0 < samples < dp
+    if dp == 1 or steps.copied:
+        return tuple(args), dict(kwargs)
     first, last = block_bounds(samples, dp, rank)
     sampled = sample_rows(args, kwargs, dims)
     return with_samples(args, kwargs, sampled, lambda rows, t: rows.take(t, first, last - first))
@@ -38,7 +41,7 @@ def joined_results(steps: Steps, step: CompiledStep, found: Tensors) -> Tensors:
     """The results of all dp ranks' samples, from those of this rank's. Collective over dp."""
     group, mesh = steps.groups.axis("dp"), steps.groups.mesh
     own, pipeline_rank, tp = steps.groups.coordinates
-    if group is None:
+    if group is None or step.layout.copies > 1:
         return found
     joined = dict(found)
     for name in found:

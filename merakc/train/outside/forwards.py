@@ -45,7 +45,7 @@ class Forwards(Mirror):
         each dp rank trains on its own samples of it, and `predict` gives those of all.
         """
         object.__setattr__(self, "_reads_whole", on)
-        self._own("_steps").whole = {}
+        self._own("_steps").whole, self._own("_steps").copied = {}, False
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """This dp rank's batch, of what a call is given."""

@@ -297,7 +297,7 @@ class Pending(Outputs):
         samples = layout.total if steps.whole else layout.own
         if steps.whole:
             named = {f"of the whole batch, {EXTRA}.{k}": t for k, t in extras.items()}
-            steps.whole = self.call.whole | named
+            steps.whole, steps.copied = self.call.whole | named, layout.copies > 1
         places = [
             [(f"{EXTRA}.{k}", rows) for rows in _places(t, samples)] for k, t in extras.items()
         ]

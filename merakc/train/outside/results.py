@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from merakc.ir.batches import Rows, ShareKind
 from merakc.runtime.executor import StepResult
-from merakc.train.batch_layout import parted
+from merakc.train.batch_layout import dealt_over
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.data.whole import joined_results
 from merakc.train.steps import Steps
@@ -34,7 +34,7 @@ def share_results(
     """
     groups, device = steps.groups, steps.device
     dp, own, tp = groups.coordinates
-    group, replicas = groups.axis("pp"), parted(groups, step.layout)
+    group, replicas = groups.axis("pp"), dealt_over(step.layout, groups)
     found: Tensors = {}
     for name, (owner, spec) in step.result_specs.items():
         if names is not None and name not in names:

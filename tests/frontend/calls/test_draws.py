@@ -221,18 +221,24 @@ def test_a_probability_of_1_drops_every_layer(before: bool) -> None:
 
 @pytest.mark.parametrize(
     "comparison",
-    ["x < -1", "x <= -1", "x > -1", "x >= -1", "x < 0", "x >= 0", "x < 1", "x <= 1", "x > 1",
-     "x >= 1", "x < 2", "x >= 2"],
+    ["x < -1", "x <= -1", "x > -1", "x >= -1", "x < 0", "x <= 0", "x > 0", "x >= 0", "x < 1",
+     "x <= 1", "x > 1", "x >= 1", "x < 2", "x >= 2"],
 )  # fmt: skip
 def test_comparisons_known_are_those_of_every_number(comparison: str) -> None:
     def forward(s: Any, x: Tensor) -> tuple[Tensor, bool]:
         return s.layer(x).sum(), bool(eval(comparison, {"x": torch.rand([])}))
 
     _, outcome = record(Small(forward, layer=linear()), (randn(4, 6),), {}).outputs
-    assert [outcome] * 2 == [eval(comparison, {"x": x}) for x in (0.0, 0.999)]
+    assert [outcome] * 2 == [eval(comparison, {"x": x}) for x in (2.0**-53, 0.999)]
 
 
-@pytest.mark.parametrize("comparison", ["x <= 0", "x > 0", "x < 0.5", "x > 0.999"])
+def test_numbers_drawn_by_themselves_are_never_0() -> None:
+    """Of 2,000 with 8 bits each, some 8 would be."""
+    found = drawn(lambda x: torch.cat([torch.rand(1, dtype=torch.bfloat16) for _ in range(2000)]))
+    assert found.min() == 2.0**-8
+
+
+@pytest.mark.parametrize("comparison", ["x < 0.5", "x > 0.999"])
 def test_comparisons_that_numbers_answer_differently_are_refused(comparison: str) -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         return s.layer(x).sum() * bool(eval(comparison, {"x": torch.rand([])}))

@@ -91,8 +91,8 @@ def _two_parameters(model: Head) -> None:
         (_held, "'c.weight' has an attribute 'partner' that holds a tensor"),
         (_key, "rates holds 'c.weight' as a key"),
         (_identity, "holds 'c.weight' as a key, or its id"),
-        (_memory, "'c.weight' is written to, .* 'view' is another tensor in the same memory"),
-        (_two_parameters, "another tensor in the same memory"),
+        (_memory, "'c.weight' is written to, .* 'view' is in the same memory"),
+        (_two_parameters, "in the same memory"),
     ],
 )  # fmt: skip
 def test_what_no_recording_has_is_refused(change: Any, told: str) -> None:
@@ -116,7 +116,7 @@ def test_all_pairs_in_one_memory_are_found() -> None:
     tensors = {"whole": whole, "first": whole[:2], "last": whole[8:], "other": torch.zeros(10)}
     check_memory(tensors, {"other"})
     for name in ("first", "last"):
-        with pytest.raises(RecordError, match=f"'{name}' is written to, .* 'whole' is another"):
+        with pytest.raises(RecordError, match=f"'{name}' is written to, .* 'whole' is in the same"):
             check_memory(tensors, {name})
 
 
@@ -248,7 +248,7 @@ def test_what_is_written_to_a_batch_is_not_in_another_tensor_of_it() -> None:
     given = {"ids": ids, "labels": ids.clone()}
     assert torch.allclose(model(**given), plain(ids, ids.clone()))
     for labels in (ids, ids.view(4, 5)):
-        with pytest.raises(RecordError, match=r"'labels' is written to, .* 'ids' is another"):
+        with pytest.raises(RecordError, match=r"'labels' is written to, .* 'ids' is in the same"):
             model(ids=ids, labels=labels)
 
 

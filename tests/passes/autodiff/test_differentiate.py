@@ -279,3 +279,34 @@ def test_backwards_that_are_another_each_time_are_refused(cls: Any, message: str
     with pytest.raises(RecordError, match=message):
         differentiate(graph)
     assert _Counts.steps == 0
+
+
+class _Writes(torch.autograd.Function):
+    """Writes to the gradient that it is given, and to what it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, told: Tensor | None) -> Tensor:
+        ctx.told = told
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.told is not None:
+            ctx.told.add_(grads[0].sum())
+        return grads[0].mul_(3), None
+
+
+def test_a_backward_that_writes_to_a_buffer_is_refused() -> None:
+    model = Small(lambda s, x: _Writes.apply(s.layer(x), s.seen).sum(), layer=linear())
+    model.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+    graph = record(model, (randn(4, 6),), {}).graph
+    with pytest.raises(
+        RecordError, match=r"test_diff.*: the backward .*_Writes\) writes to 'seen'"
+    ):
+        differentiate(graph)
+    assert model.seen == 0
+
+
+def test_a_backward_may_write_to_the_gradient_of_the_loss() -> None:
+    model = Small(lambda s, x: _Writes.apply(s.layer(x).sum(), None), layer=linear())
+    check(model, randn(4, 6))

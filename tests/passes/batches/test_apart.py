@@ -286,6 +286,20 @@ def test_a_batch_norm_is_named() -> None:
     assert "batch norm in 'inner' is over each micro-batch" in found.assumed[0]
 
 
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("function", [lambda x: x - x.mean(0), lambda x: x.tanh()])
+def test_what_a_buffer_switches_on_counts(function: Any, on: int) -> None:
+    """The numbers at random that it has in a trial may be those of any way."""
+
+    class Switched(Branching):
+        def __init__(self) -> None:
+            super().__init__(lambda x: function(x) if self.on[0] == on else x)
+            self.register_buffer("on", torch.tensor([on], dtype=torch.uint8))
+
+    _, state = found_of(Switched())
+    assert state.kind is (Kind.COUPLED if "mean" in function.__code__.co_names else Kind.ROWS)
+
+
 def test_a_buffer_that_is_left_as_it_is_couples_nothing() -> None:
     class Buffered(Branching):
         def __init__(self) -> None:

@@ -99,6 +99,6 @@ def test_questions_are_answered_otherwise(ask: Callable[[Tensor], Any], answers:
         watch.mark(x, torch.ones(3, 2, dtype=torch.bool))
         with watch:
             found.append(ask(x))
-        assert watch.asked == [answers[0]]
+        assert watch.asked == [(answers[0], True)]
     assert found == answers
     assert answers[1] in [*otherwise(answers[0])]

@@ -125,3 +125,13 @@ def test_what_would_be_too_large_to_read_is_not_written(
     with pytest.raises(CheckpointError, match=r"header of extra\.safetensors would have"):
         merakc.save(tmp_path / "c", model, extra=[torch.ones(1)] * 20)
     assert not any(tmp_path.iterdir())
+
+
+def test_numbers_that_no_file_holds_have_a_remedy(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("turn", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    merakc.save(tmp_path / "c", model)
+    assert merakc.load(tmp_path / "c", model).step == 0
+    model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"'model/wide' is torch.complex128.*view_as_real"):
+        merakc.save(tmp_path / "d", model)
