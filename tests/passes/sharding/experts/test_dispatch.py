@@ -11,6 +11,7 @@ import torch
 
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.layout import parse_layout
 from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, without_rows
 from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.passes.sharding.sequences.gradient_sums import computed_whole
@@ -99,9 +100,9 @@ def test_weights_are_gathered_in_one_order_on_all_ranks() -> None:
     """Where nothing can be sent. The order of a set would be another in each process."""
     graph = graph_of()
     weights = [i for i in graph.inputs if i.kind is InputKind.PARAMETER and i.spec.shape[1:]]
-    splits = {i.target: str(i.spec.shape[0]) + "* x " + " x ".join(map(str, i.spec.shape[1:]))
+    splits = {i.target: f"{i.spec.shape[0]}* x {' x '.join(map(str, i.spec.shape[1:]))}"
               for i in weights}  # fmt: skip
-    sharding = computed_whole(graph, 2, splits)
+    sharding = computed_whole(graph, 2, {n: parse_layout(text) for n, text in splits.items()})
     for rank in range(2):
         local = spmd_partition(graph, sharding, rank)
         local.verify()
