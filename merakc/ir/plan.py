@@ -67,12 +67,12 @@ class Plan(Strategy):
     """A strategy, and what follows from it for one model: decisions alone.
 
     `splits` holds the layout (`merakc.ir.layout`) of each parameter and buffer that is split over
-    tp, or ranks of experts; `parameters` the stages that hold each parameter. `whole_ops` names the ops, with their
-    source lines, that each tp rank computes whole because there is no rule to split them, `head`
-    tells of a loss that couples samples: with those of the whole batch, or by `couplings` of their
-    micro-batch. `conventions` names what is of each micro-batch by convention, with its lines.
-    `batch_dims` says where the samples of the batch's tensors stand, by name or pattern, where
-    sizes do not.
+    tp, or ranks of experts; `parameters` the stages that hold each parameter. `whole_ops` names the
+    ops, with their source lines, that each tp rank computes whole because there is no rule to split
+    them, `head` tells of a loss that couples samples: with those of the whole batch, or by
+    `couplings` of their micro-batch. `conventions` names what is of each micro-batch by convention,
+    with its lines. `batch_dims` says where the samples of the batch's tensors stand, by name or
+    pattern, where sizes do not.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `keep_bytes`
     is what a micro-batch may keep on each stage from its forward to its backward where `recompute`

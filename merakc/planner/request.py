@@ -98,7 +98,8 @@ class Request:
         """The request for so many ranks that share sequences; `ep` of them share the experts too,
         to which tokens go in these proportions.
 
-        Raises `ConfigError` where cp is asked for of another number than ep, sequence parallelism beside either, proportions that are none, or that nobody asks for.
+        Raises `ConfigError` where cp is asked for of another number than ep, sequence parallelism
+        beside either, proportions that are none, or that nobody asks for.
         """
         if expert_load:
             if ep == 1 or (cp and ep is None):
