@@ -69,7 +69,8 @@ def joined(
     own, layout, group = local[name], placements[name].layout, groups.of_weights
     if group is None or not layout.is_split:
         return own
-    parts, ranks = [], dist.get_process_group_ranks(group)
+    parts: list[torch.Tensor] = []
+    ranks = dist.get_process_group_ranks(group)
     for part, rank in enumerate(ranks):
         if layout.holder(part) < part:
             parts.append(parts[layout.holder(part)])

@@ -222,11 +222,11 @@ def _parse_dim(text: str) -> tuple[DimFactor, ...]:
 
 def _parse_factor(text: str) -> DimFactor:
     if not text.startswith("("):
-        size, star, axis = text.partition("*")
+        before, star, axis = text.partition("*")
         ranks, _, apart = axis.partition("/")
         along = Axis(int(ranks), int(apart or 1)) if axis else None
-        size, at, on = size.partition("@")
-        return DimFactor(int(size), bool(star or at), on=int(on) if at else None, along=along)
+        number, at, on = before.partition("@")
+        return DimFactor(int(number), bool(star or at), on=int(on) if at else None, along=along)
     segments = tuple(map(_parse_dim, _outside_brackets(text[1:-1], "+")))
     size = sum(math.prod(f.size for f in s) for s in segments)
     return DimFactor(size, any(f.split for s in segments for f in s), segments)
