@@ -121,7 +121,7 @@ def auto_parallel(
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
         cp: ranks that hold the same parameters and each take a part of every sequence, beside tp.
-        ep: the same, with the experts of mixtures shared among them.
+        ep: the same, with the experts of mixtures shared among them; tp splits each expert.
         expert_load: how many tokens each expert gets, as predictions have it; if empty, all alike.
         pp: pipeline ranks.
         micro_batches: the parts of a dp rank's batch; fewer for others that do not divide.

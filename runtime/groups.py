@@ -84,8 +84,8 @@ class Groups:
         return group
 
     def axis(self, name: str, purpose: str = "") -> dist.ProcessGroup | None:
-        """The group along one mesh axis ("dp", "cp", "tp", "pp"), "model": all ranks of one dp, or
-        "world": all ranks.
+        """The group along one mesh axis ("dp", "cp", "tp", "pp"), "lanes": those of cp and tp,
+        "model": all ranks of one dp, or "world": all ranks.
         """
         mesh = self.mesh
         families: dict[Any, list[int]] = {}
@@ -93,7 +93,7 @@ class Groups:
             dp, pp, lane = mesh.coordinates(rank)
             rest = {
                 "dp": (pp, lane), "cp": (dp, pp, lane % mesh.tp), "tp": (dp, pp, lane // mesh.tp),
-                "pp": (dp, lane), "model": (dp,), "world": (),
+                "pp": (dp, lane), "lanes": (dp, pp), "model": (dp,), "world": (),
             }  # fmt: skip
             families.setdefault(rest[name], []).append(rank)
         return self.group(families.values(), purpose)
@@ -101,7 +101,7 @@ class Groups:
     @property
     def of_weights(self) -> dist.ProcessGroup | None:
         """The ranks that have the parts of a split weight between them."""
-        return self.axis("cp" if self.mesh.experts else "tp")
+        return self.axis("lanes" if self.mesh.experts else "tp")
 
     @property
     def weight_rank(self) -> int:
@@ -112,7 +112,7 @@ class Groups:
         """Makes the groups of all axes now: to wait for one in a step, where a rank was lost, would
         take as long as waits may.
         """
-        for name in ("dp", "cp", "tp", "pp", "model", "world"):
+        for name in ("dp", "cp", "tp", "pp", "lanes", "model", "world"):
             self.axis(name)
 
     def holders(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:

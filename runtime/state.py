@@ -69,8 +69,12 @@ def joined(
     own, layout, group = local[name], placements[name].layout, groups.of_weights
     if group is None or not layout.is_split:
         return own
-    parts, ranks = [], dist.get_process_group_ranks(group)
+    parts: list[torch.Tensor] = []
+    ranks = dist.get_process_group_ranks(group)
     for part, rank in enumerate(ranks):
+        if layout.holder(part) < part:
+            parts.append(parts[layout.holder(part)])
+            continue
         shape = layout.local_shape(len(ranks), part)
         parts.append(own.contiguous() if rank == groups.rank else own.new_empty(shape))
         dist.broadcast(parts[-1], rank, group=group)
@@ -103,10 +107,10 @@ def gather_full(
     for names, pieces in zip(own, every, strict=True):
         parts = pieces.make()
         for name in names:
-            is_split = placements[name].layout.is_split
+            is_holder = placements[name].layout.holder(lane) == lane
             if rank == 0:
                 found[name] = _received(name, 0, parts[name], placements[name], mesh)
-            elif mesh.state_rank(rank) == 0 and (is_split or lane == 0):
+            elif mesh.state_rank(rank) == 0 and is_holder:
                 dist.send(parts[name].detach().cpu().contiguous(), 0, all_ranks())
         del parts
     if rank == 0:
@@ -122,6 +126,9 @@ def _received(
     """A whole tensor on rank 0, memory of its own, from the lanes of its owner."""
     parts = [] if own is None else [own.detach().cpu()]
     for t in range(len(parts), mesh.weight_ranks if place.layout.is_split else 1):
+        if place.layout.holder(t) < t:
+            parts.append(parts[place.layout.holder(t)])
+            continue
         part = torch.empty(place.layout.local_shape(mesh.weight_ranks, t), dtype=place.dtype)
         dist.recv(part, mesh.rank(0, pipeline_rank, t), all_ranks())
         parts.append(part)

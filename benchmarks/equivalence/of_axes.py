@@ -25,7 +25,7 @@ MODELS_OF: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 # (dp, ranks of the axis, pp), and tp beside them
 LAYOUTS: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "ep": ((1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1)),
+    "ep": ((1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 2, 1, 2)),
     "cp": ((1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 2, 1, 2)),
 }
 

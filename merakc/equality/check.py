@@ -33,6 +33,7 @@ from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import OutputKind
+from merakc.ir.layout import Layout
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.strategy import Strategy
@@ -191,13 +192,23 @@ def _on_ranks(
 def unlike_splits(plan: Plan, checked: Plan) -> tuple[str, ...]:
     """The tensors of `checked` that are not split along the dims that the plan splits.
 
-    Of a smaller model the sizes are others; which factors of which dims are split is compared.
+    Of a smaller model the sizes are others; which factors of which dims are split is compared, over
+    each axis that is left.
     """
-    if checked.mesh.weight_ranks == 1:
-        return ()
-    kinds = [{n: SIZE.sub("n", t) for n, t in p.splits.items()} for p in (plan, checked)]
-    names = {n for n in kinds[0] if n in checked.parameters} | kinds[1].keys()
-    return tuple(sorted(n for n in names if kinds[0].get(n) != kinds[1].get(n)))
+    over_tp = [plan.tp_splits, checked.tp_splits]
+    of_experts = [plan.expert_splits, checked.expert_splits]
+    found = set[str]()
+    for pair in [over_tp] * (checked.tp > 1) + [of_experts] * checked.expert_parallel:
+        kinds = [{name: _kind(layout) for name, layout in own.items()} for own in pair]
+        names = {n for n in kinds[0] if n in checked.parameters} | kinds[1].keys()
+        found.update(n for n in names if kinds[0].get(n) != kinds[1].get(n))
+    return tuple(sorted(found))
+
+
+def _kind(layout: Layout) -> str:
+    """Which factors of which dims are split; which dim is said to be on one rank says nothing."""
+    text = str(layout)
+    return "@" if "@" in text else SIZE.sub("n", text)
 
 
 def check_source(plan: Plan, source: Source) -> None:

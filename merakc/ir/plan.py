@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.ir.batches import WHOLE_BATCH, Couplings, Rows
+from merakc.ir.layout import Axis, Layout, parse_layout
 from merakc.ir.offload import OnHost
 from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
@@ -66,12 +67,12 @@ class Plan(Strategy):
     """A strategy, and what follows from it for one model: decisions alone.
 
     `splits` holds the layout (`merakc.ir.layout`) of each parameter and buffer that is split over
-    tp; `parameters` the stages that hold each parameter. `whole_ops` names the ops, with their
-    source lines, that each tp rank computes whole because there is no rule to split them, `head`
-    tells of a loss that couples samples: with those of the whole batch, or by `couplings` of their
-    micro-batch. `conventions` names what is of each micro-batch by convention, with its lines.
-    `batch_dims` says where the samples of the batch's tensors stand, by name or pattern, where
-    sizes do not.
+    tp, or ranks of experts; `parameters` the stages that hold each parameter. `whole_ops` names the
+    ops, with their source lines, that each tp rank computes whole because there is no rule to split
+    them, `head` tells of a loss that couples samples: with those of the whole batch, or by
+    `couplings` of their micro-batch. `conventions` names what is of each micro-batch by convention,
+    with its lines. `batch_dims` says where the samples of the batch's tensors stand, by name or
+    pattern, where sizes do not.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `keep_bytes`
     is what a micro-batch may keep on each stage from its forward to its backward where `recompute`
@@ -134,6 +135,24 @@ class Plan(Strategy):
     def on_host(self) -> OnHost:
         """The parameters of which something lives on the host."""
         return OnHost(self.host_states, self.host_parameters, one=self.micro_batches == 1)
+
+    @property
+    def tp_splits(self) -> dict[str, Layout]:
+        """What tp splits, as if there were no ranks of experts."""
+        return self._splits(None if not self.expert_parallel else Axis(self.tp, 1))
+
+    @property
+    def expert_splits(self) -> dict[str, Layout]:
+        """What ranks of experts have parts of, as if there were no tp."""
+        if not self.expert_parallel:
+            return {}
+        return self._splits(None if self.tp == 1 else Axis(self.cp, self.tp))
+
+    def _splits(self, axis: Axis | None) -> dict[str, Layout]:
+        """The layouts over one axis; without one, as the plan has them."""
+        every = {name: parse_layout(text) for name, text in self.splits.items()}
+        parts = {name: lay if axis is None else lay.part(axis) for name, lay in every.items()}
+        return {name: layout for name, layout in parts.items() if layout.is_split}
 
     @property
     def rank_of(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from merakc.errors import ConfigError, PlanError
-from merakc.ir.layout import parse_layout
+from merakc.ir.layout import Axis, parse_layout
 from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, PARAMETERS, offload_text, parse_offload
 from merakc.ir.recompute import IN_BACKWARD, parse_budget, parse_runs
 
@@ -240,22 +240,26 @@ def _layouts(plan: Values) -> Iterator[str]:
     if plan["sequence_parallel"] and (plan["tp"] == 1 or plan["cp"] > 1):
         degrees = f"tp={plan['tp']} and cp={plan['cp']}"
         yield f"sequence_parallel is true; with {degrees} it must be false"
-    if plan["expert_parallel"] and (plan["cp"] == 1 or plan["tp"] > 1 or not plan["splits"]):
-        yield "expert_parallel is true; cp must then be 2 or more, tp 1, and splits not empty"
+    if plan["expert_parallel"] and (plan["cp"] == 1 or not plan["splits"]):
+        yield "expert_parallel is true; cp must then be 2 or more, and splits not empty"
     load = plan["expert_load"]
     if load and not (plan["expert_parallel"] and min(load) >= 0 and abs(sum(load) - 1) < 1e-6):
         yield "expert_load is given; it must be shares of 1, and expert_parallel true"
+    several = plan["expert_parallel"] and plan["tp"] > 1
+    axes = {Axis(plan["tp"], 1), Axis(plan["cp"], plan["tp"])} if several else {None}
     for name, text in plan["splits"].items():
         try:
             found = parse_layout(text)
             good = str(found) == text and found.is_split and min(found.shape, default=1) >= 1
+            good = good and found.axes <= axes
             good = good and all(
                 0 <= f.on < plan["cp"] for dim in found.dims for f in dim if f.on is not None
             )
         except (ValueError, RecursionError):
             good = False
         if not good:
-            yield f"splits.{name} is {text!r}; it must be a layout such as '8*·64 x 512'"
+            such = f"8*{plan['cp']}/{plan['tp']} x 64*{plan['tp']}" if several else "8*·64 x 512"
+            yield f"splits.{name} is {text!r}; it must be a layout such as '{such}'"
 
 
 def _figures(plan: Values) -> Iterator[str]:

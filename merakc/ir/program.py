@@ -96,7 +96,8 @@ class Mesh(Degrees):
 
     tp and cp together are a micro-batch's lanes: the lane of a rank is its tp coordinate, and `tp`
     times its cp coordinate. Ranks of cp share the state of a stage as dp ranks do; with `experts`
-    they have parts of weights instead, and there is no tp.
+    they have parts of weights instead: every lane then counts as a rank that may have a part of its
+    own (`merakc.ir.layout`).
     """
 
     experts: bool = False

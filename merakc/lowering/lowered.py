@@ -17,7 +17,7 @@ from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph, InputKind, OutputKind
-from merakc.ir.layout import Layout, parse_layout
+from merakc.ir.layout import Axis, Layout
 from merakc.ir.offload import NONE
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import Prediction
@@ -211,7 +211,7 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = cut_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    splits |= _splits_of_results(recording.graph, splits, tp, gathered=gathers(loss.graph))
+    splits |= _splits_of_results(recording.graph, sharding, loss.graph)
     decided = replace(
         strategy,
         chunks=max(len(placement) // mesh.pp, 1),
@@ -316,26 +316,26 @@ def cut_stages(graph: Graph, of: Mapping[str, int], count: int, sharding: Shardi
     return stages
 
 
-def _splits_of_results(
-    graph: Graph, splits: Mapping[str, Layout], tp: int, *, gathered: bool
-) -> dict[str, Layout]:
-    """The layouts of the split tensors that only the results read, as the given splits demand."""
+def _splits_of_results(graph: Graph, sharding: Sharding, loss: Graph) -> dict[str, Layout]:
+    """The layouts of the split tensors that only the results read, as those of the loss demand."""
+    tp = sharding.tp
     trained = {i.target for i in training_graph(graph).inputs}
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
     if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
         return {}
-    whole = with_heads(with_outputs(graph, graph.outputs), tp, gathered=gathered)
+    whole = with_heads(with_outputs(graph, graph.outputs), tp, gathered=gathers(loss))
     try:
-        found = shard(whole, tp, splits).splits(whole)
+        found = shard(whole, tp, sharding.tp_splits(loss)).splits(whole)
     except PlanError:  # the results need whole what training splits: `predict` refuses them
         return {}
+    if sharding.context is not None and sharding.context.has_experts:
+        found = {name: layout.within(Axis(tp, 1)) for name, layout in found.items()}
     return {name: layout for name, layout in found.items() if name not in trained}
 
 
 def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
-    splits = {name: parse_layout(text) for name, text in plan.splits.items()}
-    return shard(graph, splits=splits, **plan.form._asdict())
+    return shard(graph, splits=plan.tp_splits, **plan.form._asdict())
 
 
 def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
@@ -349,12 +349,12 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     except ShardError:
         if plan.cp == 1:
             raise
-        alone, own = sharded_as_planned(graph, replace(plan, cp=1, **NO_EXPERTS))
-        context = computed_whole(alone, plan.cp, plan.splits if plan.expert_parallel else {})
+        splits = {name: str(layout) for name, layout in plan.tp_splits.items()}
+        alone, own = sharded_as_planned(graph, replace(plan, cp=1, splits=splits, **NO_EXPERTS))
+        context = computed_whole(alone, plan.cp, plan.expert_splits)
         return alone, replace(own, context=context)
     except PlanError as error:
-        splits = {name: parse_layout(text) for name, text in plan.splits.items()}
-        gathered = gather_needed(graph, splits)
+        gathered = gather_needed(graph, plan.tp_splits)
         try:
             return gathered, planned_sharding(gathered, plan)
         except PlanError:

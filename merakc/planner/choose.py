@@ -126,14 +126,16 @@ def _planned(
     are added to those that there are.
     """
     nodes = len(record(SAMPLES[0]).graph.nodes)
-    # As many with experts on ranks of their own as without: no more open search finds less.
-    left = dict.fromkeys((False, True), min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
+    # As many with experts on ranks of their own as without, and beside tp: no more open search
+    # finds less.
+    left = dict.fromkeys(range(3), min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
     best_s = math.inf
     for strategy, asked, least_s in _finalists(request, candidates):
         most = 0 if best_s < math.inf else -MORE_FINALISTS
-        if best_s <= least_s or left[strategy.expert_parallel] <= most:
+        kind = strategy.expert_parallel * min(strategy.tp, 2)
+        if best_s <= least_s or left[kind] <= most:
             continue
-        left[strategy.expert_parallel] -= 1
+        left[kind] -= 1
         progress(f"planning {strategy}")
         try:
             lowered = plan_layout(asked, record, cluster)

@@ -21,8 +21,9 @@ def open_forms(request: Request, node: int, experts: int = 0) -> Iterator[Form]:
             request.pp and request.dp and fixed != request.world_size
         ):
             continue
-        if 1 < lanes <= experts and _is_open(request) and request.expert_parallel is None:
-            yield Form(cp=lanes, expert_parallel=True, expert_load=request.expert_load)
+        if _is_open(request) and request.expert_parallel is None:
+            beside = (tp for tp in divisors(lanes) if tp <= node and 1 < lanes // tp <= experts)
+            yield from (Form(tp, False, lanes // tp, True, request.expert_load) for tp in beside)
         if _may_share_sequences(request):
             shared = (tp for tp in divisors(lanes) if tp <= node and tp < lanes)
             yield from (Form(tp, cp=lanes // tp) for tp in shared)

@@ -129,7 +129,7 @@ class PieceTable:
         cluster, splits = self.cluster.joining(form.tp), self._splits.get(parts)
         sharding = shard(graph, splits=splits, cluster=cluster, **form._asdict())
         self._gathered.setdefault(parts, gathers(graph))
-        self._splits.setdefault(parts, sharding.splits(graph))
+        self._splits.setdefault(parts, sharding.tp_splits(graph))
         return graph, sharding
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:

@@ -98,8 +98,8 @@ class Request:
         """The request for so many ranks that share sequences; `ep` of them share the experts too,
         to which tokens go in these proportions.
 
-        Raises `ConfigError` where tp is asked for beside ep, cp of another number than ep,
-        sequence parallelism beside either, proportions that are none, or that nobody asks for.
+        Raises `ConfigError` where cp is asked for of another number than ep, sequence parallelism
+        beside either, proportions that are none, or that nobody asks for.
         """
         if expert_load:
             if ep == 1 or (cp and ep is None):
@@ -116,21 +116,12 @@ class Request:
                 f"cp={cp} and ep={ep}: the ranks that share experts are those that share "
                 "sequences; give one of them"
             )
-        if axis == "ep" and ranks > 1 and self.tp not in (None, 1):
-            raise ConfigError(
-                f"ep={ranks} and tp={self.tp}: experts are not split over tp as well; give tp=1, "
-                "or ep=1"
-            )
         if ranks > 1 and self.sequence_parallel:
             raise ConfigError(
                 f"{axis}={ranks} and sequence_parallel=True: sequences are split over {axis}, and "
                 "not over tp as well; leave sequence_parallel out"
             )
-        shares_experts = axis == "ep" and ranks > 1
-        return replace(
-            self, cp=ranks, tp=1 if shares_experts else self.tp,
-            expert_parallel=shares_experts or None,
-        )  # fmt: skip
+        return replace(self, cp=ranks, expert_parallel=(axis == "ep" and ranks > 1) or None)
 
     def local_batch_size(self, dp: int) -> int | None:
         """Samples of each of `dp` ranks; None where their batch does not divide."""

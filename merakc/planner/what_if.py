@@ -103,11 +103,6 @@ def changed_strategy(plan: Plan, changes: Request) -> Strategy:
         strategy = replace(strategy, sequence_parallel=False)
     if strategy.cp == 1:
         strategy = replace(strategy, **NO_EXPERTS)
-    if strategy.expert_parallel and strategy.tp > 1:
-        raise ConfigError(
-            f"ep={strategy.cp} and tp={strategy.tp}: experts are not split over tp as well; give "
-            "--tp 1, or --cp 1"
-        )
     counts = {n for shards in plan.state_shards for n in shards.counts}
     ranks = strategy.state_ranks
     divided = {n: math.gcd(n, ranks) for n in counts} | {plan.state_ranks: ranks}

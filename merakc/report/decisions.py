@@ -197,7 +197,10 @@ def _tensors(plan: Plan) -> Section:
     rows = [(pattern, layout, str(count)) for (pattern, layout), count in groups.items()]
     whole = sum(name not in plan.splits for name in plan.parameters)
     rows.append(("(all other parameters)", "whole", str(whole)))
-    columns = {"tensor": False, "layout (* is split)": False, "count": True}
+    star = "* is split"
+    if plan.expert_parallel and plan.tp > 1:
+        star = f"*{plan.tp} over tp, *{plan.cp}/{plan.tp} over ep"
+    columns = {"tensor": False, f"layout ({star})": False, "count": True}
     return Section(f"Tensors over {plan.form}", columns, rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -133,14 +134,14 @@ def test_a_sequence_may_be_read_in_any_way(micro_batches: int) -> None:
     assert max(run_ranks(3, partial(_mixed, micro_batches, ids))) < 1e-12
 
 
-def _short(name: str, axis: str) -> tuple[float, float]:
+def _short(name: str, degrees: dict[str, int]) -> tuple[float, float]:
     """Losses in eval mode of sequences of one token, of the plain model and with its ranks."""
     task = MODELS[name]
-    dtype = torch.float64 if axis == "cp" else torch.float32  # of torch's products of groups
+    dtype = torch.float64 if "cp" in degrees else torch.float32  # of torch's products of groups
     model = task.model(dtype)
     ids = torch.arange(8).view(4, 2)
     shared = merakc.auto_parallel(
-        model, {"input_ids": ids, "labels": ids}, dp=1, pp=1, cluster=NOMINAL_CPU, **{axis: 2}
+        model, {"input_ids": ids, "labels": ids}, dp=1, pp=1, cluster=NOMINAL_CPU, **degrees
     )
     one = torch.arange(4).view(4, 1)
     with torch.no_grad():
@@ -149,9 +150,15 @@ def _short(name: str, axis: str) -> tuple[float, float]:
     return (logits - plain).abs().max().item(), plain.abs().max().item()
 
 
-@pytest.mark.parametrize(("name", "axis"), [("llama", "cp"), ("mixtral", "ep")])
-def test_sequences_of_fewer_rows_than_ranks_are_computed_whole(name: str, axis: str) -> None:
-    for difference, size in run_ranks(2, _short, name, axis):
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [("llama", {"cp": 2}), ("mixtral", {"ep": 2, "tp": 1}), ("mixtral", {"ep": 2, "tp": 2})],
+    ids=str,
+)
+def test_sequences_of_fewer_rows_than_ranks_are_computed_whole(
+    name: str, degrees: dict[str, int]
+) -> None:
+    for difference, size in run_ranks(math.prod(degrees.values()), _short, name, degrees):
         assert difference < 1e-6 * size
 
 

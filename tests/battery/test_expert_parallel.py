@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("loop_uneven", Mesh(cp=4, experts=True), {}),
     ("loop_hit", Mesh(cp=2, experts=True), {}),
     ("loop_normed", Mesh(2, cp=2, experts=True), {}),
+    ("loop_uneven", Mesh(tp=2, cp=2, experts=True), {"overlap": 2}),
+    ("deepseek_v3", Mesh(tp=2, cp=2, experts=True), {"recompute": "full"}),
     ("loop_capacity", Mesh(2, cp=2, experts=True), {"recompute": "full"}),
 ]
 
@@ -72,15 +75,24 @@ def _goes_on(name: str, folder: Path, options: dict[str, Any], steps: range) -> 
     return found
 
 
-@pytest.mark.parametrize("name", ["mixtral", "loop_index_add"])
-def test_a_checkpoint_goes_on_with_other_ranks_of_experts(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "given", "others"),
+    [
+        ("mixtral", {"ep": 2, "tp": 2}, [{"ep": 4}, {"tp": 2}, {}]),
+        ("loop_index_add", {"ep": 2}, [{"ep": 2, "tp": 2}, {"tp": 2}]),
+    ],
+)
+def test_a_checkpoint_goes_on_with_other_ranks_of_experts(
+    tmp_path: Path, name: str, given: dict[str, int], others: list[dict[str, int]]
+) -> None:
     """And weights are clipped by the norm of all experts."""
     wanted = _goes_on(name, tmp_path, {}, range(4))
-    given = {"ep": 2, "expert_load": (4, 1, 1, 1)}
-    found = run_ranks(2, _goes_on, name, tmp_path, given, range(2))[0]
+    options = {**given, "expert_load": (4, 1, 1, 1)}
+    found = run_ranks(prod(given.values()), _goes_on, name, tmp_path, options, range(2))[0]
     assert found[1] == pytest.approx(wanted[1])
-    for ranks, options in ((4, {"ep": 4}), (2, {"tp": 2})):
-        found = run_ranks(ranks, _goes_on, name, tmp_path, options, range(2, 4))[0]
+    for other in others:  # the last is the plain model
+        steps = (name, tmp_path, other, range(2, 4))
+        found = run_ranks(prod(other.values()), _goes_on, *steps)[0]
         for own, other in zip(found, wanted[2:], strict=True):
             assert own == pytest.approx(other, rel=1e-10)
 

@@ -296,6 +296,11 @@ def test_tensors_that_are_split_otherwise_are_named() -> None:
     assert unlike_splits(flat(), smaller) == ()
     assert unlike_splits(flat(), other) == (name,) == unlike_splits(other, flat())
     assert unlike_splits(other, replace(flat(), tp=1)) == ()
+    both = replace(flat(), cp=4, expert_parallel=True, splits={name: "8*4/2 x 16*2"})
+    fewer = replace(both, cp=2, splits={name: "8*2/2 x 32*2"})
+    assert unlike_splits(both, fewer) == ()
+    assert unlike_splits(both, replace(fewer, tp=1, splits={name: "8* x 32"})) == ()
+    assert unlike_splits(both, replace(fewer, tp=1, splits={name: "8 x 32*"})) == (name,)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merakc.ir.layout import DimFactor, Layout, block_bounds, parse_layout
+from merakc.ir.layout import Axis, DimFactor, Layout, block_bounds, parse_layout
 
 FACTORS = st.builds(DimFactor, st.integers(1, 6), st.booleans()) | st.builds(
     lambda size: DimFactor(size, True, on=0), st.integers(1, 6)
@@ -123,3 +124,61 @@ def test_text_form() -> None:
 @pytest.mark.parametrize(("text", "split"), [("4 x 3·4*", True), ("4 x 3·4", False), ("", False)])
 def test_is_split(text: str, split: bool) -> None:
     assert parse_layout(text).is_split is split
+
+
+# Of two axes the ranks of one, 3 apart, split one dim, and the neighbours another.
+FAR, NEAR = Axis(2, 3), Axis(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("far", "near", "text"),
+    [
+        ("4* x 6 x 5", "4 x 2·3* x 5", "4*2/3 x 2·3*3 x 5"),
+        ("5* x 6 x 5", "5 x 6 x 5*", "5*2/3 x 6 x 5*3"),  # uneven
+        ("4 x 6 x 5", "4 x (3*+3*) x 5", "4 x (3*3+3*3) x 5"),
+        ("4@1 x 6 x 5", "4 x 6* x 5", "4@1*2/3 x 6*3 x 5"),
+        ("4 x 6 x 5", "4 x 6 x 5", "4 x 6 x 5"),
+    ],
+)
+def test_two_axes_split_a_tensor(far: str, near: str, text: str) -> None:
+    one, other = parse_layout(far), parse_layout(near)
+    layout = one.crossed(other, 2, 3)
+    assert (str(layout), parse_layout(text)) == (text, layout)
+    for axis, alone in ((FAR, one), (NEAR, other)):
+        for k, rank in product(range(3), range(axis.ranks)):
+            found = layout.part(axis).index(k, axis.ranks, rank)
+            assert torch.equal(found, alone.index(k, axis.ranks, rank))
+    full = _numbered(layout.shape)
+    parts = [layout.take(full, 6, rank) for rank in range(6)]
+    for rank, part in enumerate(parts):
+        dims = range(len(layout.dims))
+        held = [{*one.index(k, 2, rank // 3).tolist()} for k in dims]
+        own = [other.index(k, 3, rank % 3).tolist() for k in dims]
+        index = [torch.tensor([*filter(h.__contains__, o)]) for h, o in zip(held, own, strict=True)]
+        wanted = full[torch.meshgrid(*(i.long() for i in index), indexing="ij")]
+        assert torch.equal(part, wanted)
+        assert tuple(part.shape) == layout.local_shape(6, rank)
+        assert torch.equal(part, parts[layout.holder(rank)])
+    holders = {layout.holder(rank) for rank in range(6)}
+    assert len(holders) * layout.copies(6) == 6
+    assert torch.equal(layout.join(parts), full)
+
+
+def test_a_part_on_one_rank_is_said_of_a_dim_that_the_other_axis_leaves() -> None:
+    home = parse_layout("4@1 x 6")
+    assert home.beside(parse_layout("4 x 6*")) is home
+    assert str(home.beside(parse_layout("4* x 6"))) == "4 x 6@1"
+    assert home.beside(parse_layout("4* x 6")).local_shape(2, 0) == (4, 0)
+
+
+@pytest.mark.parametrize("text", ["8*2/4", "8*4 x 3", "8@1*2/4", "2·(3*2+5*2)·2"])
+def test_axes_survive_their_text(text: str) -> None:
+    assert str(parse_layout(text)) == text
+    assert parse_layout(text).axes <= {Axis(2, 4), Axis(4, 1), Axis(2, 1)}
+
+
+def test_who_has_a_part_first() -> None:
+    assert [parse_layout("8*2/2 x 3").holder(r) for r in range(4)] == [0, 0, 2, 2]
+    assert [parse_layout("8*2 x 3").holder(r) for r in range(4)] == [0, 1, 0, 1]
+    assert [parse_layout("8* x 3").holder(r) for r in range(4)] == [0, 1, 2, 3]
+    assert [parse_layout("8 x 3").holder(r) for r in range(4)] == [0, 0, 0, 0]

@@ -150,7 +150,19 @@ def test_sequences_need_tensor_parallelism() -> None:
     ("more", "told"),
     [
         ({"cp": 2, "tp": 2, "sequence_parallel": True}, "with tp=2 and cp=2 it must be false"),
-        ({"cp": 2, "tp": 2, "expert_parallel": True}, "cp must then be 2 or more, tp 1"),
+        ({"expert_parallel": True}, "cp must then be 2 or more"),
+        (
+            {"cp": 2, "tp": 4, "expert_parallel": True, "splits": {"embed.weight": "8* x 4"}},
+            r"is '8\* x 4'; it must be a layout such as '8\*2/4 x 64\*4'",
+        ),
+        (
+            {"cp": 2, "tp": 4, "expert_parallel": True, "splits": {"embed.weight": "8*4/2 x 4"}},
+            r"is '8\*4/2 x 4'; it must be a layout such as",
+        ),
+        (
+            {"cp": 2, "tp": 1, "splits": {"embed.weight": "8*2 x 4"}, "expert_parallel": True},
+            r"is '8\*2 x 4'; it must be a layout such as '8",
+        ),
         ({"cp": 0}, "cp is 0; it must be 1 or more"),
     ],
     ids=str,

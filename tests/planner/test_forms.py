@@ -31,6 +31,11 @@ def test_experts_are_shared_where_there_are_any_and_nothing_says_what_is() -> No
     assert list(open_forms(Request(2, 8, tp=2), 2, experts=4)) == TENSORS
     asked = Request(2, 8).with_parts(None, 2)
     assert list(open_forms(asked, 2, experts=4)) == [experts[0]]
+    beside = Form(2, cp=2, expert_parallel=True)
+    for more in (Request(4, 8), Request(4, 8).with_parts(None, 2)):  # with tp inside of nodes
+        found = [f for f in open_forms(more, 2, experts=2) if f.expert_parallel]
+        assert found == [experts[0], beside]
+    assert beside not in list(open_forms(Request(4, 8), 1, experts=2))
 
 
 def test_what_experts_get_goes_with_them() -> None:

@@ -62,7 +62,7 @@ def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
         with_schedule(Request(2, 8, schedule="0F0 0F1 0B0; 1F0 1B0 1F1 1B1"))
 
 
-def test_ranks_share_sequences_beside_weights_and_experts_instead() -> None:
+def test_ranks_share_sequences_and_experts_beside_weights() -> None:
     assert Request(4, 8).with_parts(None, None) == Request(4, 8)
     shared = Request(4, 8).with_parts(2, None)
     assert (shared.tp, shared.cp) == (None, 2)
@@ -71,8 +71,9 @@ def test_ranks_share_sequences_beside_weights_and_experts_instead() -> None:
     ]
     with pytest.raises(ConfigError, match="cp=2 x tp=4 does not multiply to the 4 ranks"):
         meshes(Request(4, 8, tp=4).with_parts(2, None))
-    with pytest.raises(ConfigError, match="ep=2 and tp=2: experts are not split over tp as well"):
-        Request(4, 8, tp=2).with_parts(None, 2)
+    experts = Request(4, 8, tp=2).with_parts(None, 2)
+    assert [*map(str, meshes(experts))] == [str(Mesh(1, 2, 1, cp=2, experts=True))]
+    assert Request(4, 8).with_parts(None, 2).tp is None
     with pytest.raises(ConfigError, match="cp=2 and sequence_parallel=True: sequences"):
         Request(4, 8, sequence_parallel=True).with_parts(2, None)
     with pytest.raises(ConfigError, match="cp is 0; a degree is at least 1"):

@@ -101,12 +101,11 @@ def test_numbers_that_do_not_divide_are_refused(changes: Request, text: str) -> 
         changed_strategy(plan(), changes)
 
 
-def test_experts_are_shared_without_tp_and_as_long_as_sequences_are() -> None:
+def test_experts_are_shared_as_long_as_sequences_are() -> None:
     experts = replace(plan(), cp=2, expert_parallel=True)
     assert changed_strategy(experts, Request(0, 0, cp=4)).expert_parallel
     assert not changed_strategy(experts, Request(0, 0, cp=1)).expert_parallel
-    with pytest.raises(ConfigError, match="ep=2 and tp=2: experts are not split over tp as well"):
-        changed_strategy(experts, Request(0, 0, tp=2))
+    assert changed_strategy(experts, Request(0, 0, tp=2)).degrees == "dp=2 ep=2 tp=2 pp=2"
 
 
 def test_an_order_of_work_is_for_its_ranks() -> None:

@@ -25,6 +25,7 @@ def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
     where what other stages are to read comes out in other parts than they take it for.
     """
     dims, inputs = propagate(part), {i.name: i for i in graph.inputs}
+    axis = "ep" if sharding.context is not None and sharding.context.has_experts else "cp"
     chosen: dict[Factor, str] = {}  # with what is split so
     for item in part.inputs:
         whole = inputs.get(item.name)
@@ -36,18 +37,19 @@ def carried(graph: Graph, sharding: Sharding, part: Graph) -> Sharding:
         ):
             if any(f.split for f in factors):
                 if own != full:
-                    raise _both(f"dim {k} of '{item.target or item.name}'")
+                    raise _both(axis, f"dim {k} of '{item.target or item.name}'")
                 dim = dims.of[Ref(item.name)][k]
                 own_factors = split_of(dim, factors, item.target, sharding.tp)
                 chosen |= dict.fromkeys(own_factors, item.target or item.name)
     for factor in needed_whole(dims, chosen):
         why = factor.blocked or "draws, rows or segments that lie across it"
-        raise _both(f"{why}, of '{chosen[factor]}'")
+        raise _both(axis, f"{why}, of '{chosen[factor]}'")
     found = sharding_of(dims, set(chosen), sharding.tp)
     for out, now in zip(graph.outputs, part.outputs, strict=True):
         agreed, made = sharding.layouts[out.ref], found.layouts[now.ref]
         if out.kind in AGREED and not _alike(agreed, made, sharding.tp):
-            raise _both(f"'{out.name}', which is [{made}] where others take it for [{agreed}]")
+            unlike = f"'{out.name}', which is [{made}] where others take it for [{agreed}]"
+            raise _both(axis, unlike)
     return found
 
 
@@ -64,7 +66,7 @@ def _alike(one: Layout, other: Layout, tp: int) -> bool:
     return True
 
 
-def _both(what: str) -> PlanError:
+def _both(axis: str, what: str) -> PlanError:
     return PlanError(
-        f"what is split over tp meets what is split over cp, at {what}; use cp=1 or tp=1"
+        f"what is split over tp meets what is split over {axis}, at {what}; use {axis}=1 or tp=1"
     )

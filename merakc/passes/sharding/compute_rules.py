@@ -43,6 +43,14 @@ def _gathered(dims: Dims, node: Node) -> None:
     dims.put(node, out)
 
 
+def _sent(dims: Dims, node: Node) -> None:
+    """Rows that travel whole, or each rank's part of them; where groups end is needed whole."""
+    rows, *others = dims.of[node.args[0]]
+    for dim in (rows, *(d for ref in node.refs[1:] for d in dims.of[ref])):
+        need_whole(dim, node)
+    dims.put(node, [new_dim(node.spec.shape[0], node.op), *others])
+
+
 def _attention(dims: Dims, node: Node) -> None:
     query, key, value = (dims.of[a] for a in node.args[:3])
     for first, second in ((query[0], key[0]), (key[0], value[0]), (key[1], value[1])):
@@ -259,6 +267,7 @@ COMPUTE_RULES: dict[str, Callable[[Dims, Node], None]] = {
     "norm": _norm,
     "pixel_shuffle": _pixel_shuffle,
     "searchsorted": _searchsorted,
+    "sent": _sent,
     "pixel_unshuffle": _pixel_unshuffle,
     "weight_norm": _weight_norm,
 }

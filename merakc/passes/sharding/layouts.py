@@ -130,9 +130,17 @@ class Sharding:
         return _both(spec, own, self.context.local_spec(ref, spec, lane // self.tp))
 
     def weight_layout(self, ref: Ref) -> Layout:
-        """How a parameter or buffer is split: over tp, or, of experts, over cp."""
-        along = self.context.layouts.get(ref) if self.context else None
-        return along if along is not None and along.is_split else self.layouts[ref]
+        """How a parameter or buffer is split: over tp, or, of experts, over cp, or both."""
+        own, along = self.layouts[ref], self.context
+        if along is None or not along.has_experts:
+            return own
+        of_experts = along.layouts[ref]
+        return of_experts.crossed(own, along.tp, self.tp) if self.tp > 1 else of_experts
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether ranks have parts of weights of which they compute on parts of sequences."""
+        return bool(self.gathered) or any(s.dispatched for s in self.sequences)
 
     def sequence_with(self, name: str) -> SequenceSplit | None:
         """The sequence split that a node runs in: of tp, or of cp."""
@@ -201,6 +209,10 @@ class Sharding:
         kinds = (InputKind.PARAMETER, InputKind.BUFFER)
         found = {i.target: self.weight_layout(Ref(i.name)) for i in graph.inputs if i.kind in kinds}
         return {name: lay for name, lay in found.items() if lay.is_split}
+
+    def tp_splits(self, graph: Graph) -> dict[str, Layout]:
+        """The same, of what is split over tp alone."""
+        return replace(self, context=None).splits(graph)
 
     def whole_ops(self, graph: Graph) -> tuple[str, ...]:
         """The ops on trained values that each rank computes whole for want of a rule, by line."""

@@ -192,6 +192,10 @@ OVER_CP: Final[dict[str, Row]] = {
     "merakc.scatter.default": Along(),
     "merakc.reduce_scatter.default": Along(),
     "merakc.exchange.default": Along("dims"),
+    # Rows that go to experts and come back, and where the groups of a rank's rows end.
+    "merakc.dispatch.default": Shape("sent"),
+    "merakc.combine.default": Shape("sent"),
+    "merakc.own_ends.default": Shape("sent"),
 }
 # Rows of users' ops: `merakc.register_sharding`.
 _registered: dict[str, Row] = {}

@@ -30,7 +30,7 @@ def shard(
 ) -> Sharding:
     """Decides how the graph's values are split over `tp` ranks of a cluster, for each of `cp`.
 
-    With `splits`, those parameters and buffers are split as given (a plan's decision), and
+    With `splits`, tp splits those parameters and buffers as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
     all ranks is computed on parts of sequences. Of the ranks of cp each computes on a part of every
     sequence, with the same parameters, but for those of experts with `expert_parallel`, to which
@@ -44,7 +44,11 @@ def shard(
     if tp == 1 and context is not None:
         return replace(sharding_of(dims, set(), 1), context=context)
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)
-    sharding = replace(sharding_of(dims, chosen, tp), context=context)
+    sharding = sharding_of(dims, chosen, tp)
+    if context is not None and expert_parallel:
+        own = {ref: lay.beside(sharding.layouts[ref]) for ref, lay in context.layouts.items()}
+        context = replace(context, layouts=own)
+    sharding = replace(sharding, context=context)
     return split_sequences(dims, sharding, chosen) if sequence_parallel else sharding
 
 

@@ -35,7 +35,9 @@ from merakc.passes.sharding.rules import GATHERED
 from merakc.passes.sharding.sequences.exchange import (
     before_repeats,
     can_exchange,
+    can_open,
     exchange_nodes,
+    scatter_nodes,
 )
 from merakc.passes.sharding.spmd_ops import SPECIAL
 
@@ -303,6 +305,10 @@ class SpmdPartitioner(ExpertWriter):
         while name in self.made:  # scattered for several sequences
             name += "+"
         self.made.add(name)
+        if order is not None and op == "scatter" and can_open(lay, dim):
+            place = (self.axis, self.whole.tp, self.rank)
+            self.nodes += scatter_nodes(ref, name, spec, lay, dim, place)
+            return Ref(name), self.nodes[-1].spec
         if order is not None and op in SCATTERS:
             ref = self.pick(ref, spec, dim, f"{name}.ordered", order)
         shape = list(spec.shape)

@@ -35,8 +35,8 @@ from merakc.passes.sharding.factors import (
 def _reshape(dims: Dims, node: Node) -> None:
     own = dims.of[node.refs[0]]
     found = regroup(own, node.spec.shape)
-    if found is None and not node.spec.numel:
-        opaque(dims, node)
+    if found is None and not node.spec.numel:  # nothing lies as one likes
+        dims.put(node, [new_dim(n) for n in node.spec.shape])
     else:
         dims.put(node, found or _by_groups(own, node))
 
@@ -270,9 +270,9 @@ def _cat(dims: Dims, node: Node) -> None:
     refs = [r for r in node.args[0] if math.prod(dims.shapes[r])] or list(node.args[0])[:1]
     dim = given(node, "dim") % len(node.spec.shape)
     out = list(dims.of[refs[0]])
-    for ref in refs[1:]:
+    for ref in dict.fromkeys(node.args[0]):  # of what is empty too, but for the legacy `[0]`
         for k, other in enumerate(dims.of[ref]):
-            if k != dim:
+            if k != dim and len(dims.shapes[ref]) == len(out):
                 unify(out[k], other)
     if len(refs) > 1:
         joined = Factor(node.spec.shape[dim])

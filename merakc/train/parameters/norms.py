@@ -43,7 +43,8 @@ class Owners:
         if sharded is not None:
             self.counted = {bucket.groups: [] for bucket in sharded.buckets}
         for name, place in self.placements.items():
-            if place.owner == pipeline_rank and (groups.weight_rank == 0 or place.layout.is_split):
+            part = groups.weight_rank
+            if place.owner == pipeline_rank and place.layout.holder(part) == part:
                 bucket = sharded.bucket_of.get(name) if sharded else None
                 self.counted.setdefault(bucket.groups if bucket else None, []).append(name)
 

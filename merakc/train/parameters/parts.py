@@ -118,7 +118,7 @@ def _assigned(everyone: Sequence[Mapping[str, Part]], rank: int) -> list[tuple[s
 
 
 def _part(place: Place) -> Part:
-    return place.tp_rank if place.layout.is_split else 0, place.start, place.stop
+    return place.layout.holder(place.tp_rank), place.start, place.stop
 
 
 def rows_of(tensor: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:

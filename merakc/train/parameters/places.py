@@ -30,12 +30,12 @@ def register_places(
     for name, tensor in state.items():
         where = placements[name]
         layout, place = where.layout, mesh.state_rank(groups.rank)
-        writes = where.owner == pipeline_rank
+        writes = where.owner == pipeline_rank and layout.holder(part) == part
         bucket = bucket_of.get(name)
         shards = bucket.groups.shards.optimizer if bucket else 1
         if bucket is not None and shards > 1:
             start, stop = bucket.bounds(name, bucket.groups.owned_index)
-            writes = writes and (layout.is_split or part == 0) and place < shards
+            writes = writes and place < shards
         elif layout.is_split:
             start, stop, writes = 0, tensor.numel(), writes and place == 0
         else:

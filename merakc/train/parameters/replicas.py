@@ -41,7 +41,7 @@ class Replicas:
         self.names = [
             name for name, place in sorted(placements.items())
             if mesh.state_ranks > 1 or len(place.ranks) > 1
-            or (mesh.weight_ranks > 1 and not place.layout.is_split)
+            or place.layout.copies(mesh.weight_ranks) > 1
         ]  # fmt: skip
         self.state, self.written, self.factors = state, written, dict[str, int]()
         pipeline_rank = groups.coordinates[1]
@@ -51,12 +51,14 @@ class Replicas:
             if pipeline_rank not in place.ranks:
                 continue
             shards = bucket.groups.shards.optimizer if bucket else 1
-            along_tp = 1 if place.layout.is_split else mesh.weight_ranks
+            along_tp = place.layout.copies(mesh.weight_ranks)
             if shards > 1 and bucket is not None and not _even(bucket, placements, mesh):
                 along_tp = 1  # each has a shard of other elements
             holders = len(place.ranks) * along_tp * (mesh.state_ranks // shards)
             is_first = pipeline_rank == place.owner and mesh.state_rank(groups.rank) < shards
-            is_first = is_first and (along_tp == 1 or groups.weight_rank == 0)
+            is_first = is_first and (
+                along_tp == 1 or place.layout.holder(groups.weight_rank) == groups.weight_rank
+            )
             if holders > 1:
                 self.factors[name] = holders - 1 if is_first else -1
 

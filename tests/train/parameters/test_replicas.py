@@ -14,8 +14,13 @@ from torch import nn
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import MismatchError
+from merakc.ir.layout import parse_layout
+from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.runtime.groups import Groups
 from merakc.runtime.part import plain
+from merakc.runtime.state import Placement
+from merakc.train.parameters.replicas import Replicas
 from tests.train.parameters.test_norms import Tied, batch
 
 
@@ -77,6 +82,26 @@ def scaled() -> str:
 def test_buffers_that_differ() -> None:
     for told in run_ranks(2, scaled):
         assert "ranks that hold the same elements of 'scale'" in told
+
+
+def test_those_that_have_the_same_part_of_what_two_axes_split() -> None:
+    mesh = Mesh(dp=2, tp=2, cp=2, experts=True)
+    layouts = {"experts": "8*2/2 x 4*2", "heads": "6 x 4*2", "rows": "8*2/2 x 4", "scale": "4"}
+    placements = {
+        name: Placement(parse_layout(text), torch.float64, (0,), (0,), True, True)
+        for name, text in layouts.items()
+    }
+    found: dict[tuple[str, int], list[int]] = {}
+    for rank in range(mesh.world_size):
+        lane, layout_of = mesh.coordinates(rank)[2], placements.items()
+        state = {n: torch.zeros(p.layout.local_shape(4, lane)) for n, p in layout_of}
+        factors = Replicas(placements, Groups(mesh, rank), state, None).factors
+        for name, place in layout_of:
+            found.setdefault((name, place.layout.holder(lane)), []).append(factors[name])
+    holders = {"experts": (4, 2), "heads": (2, 4), "rows": (2, 4), "scale": (1, 8)}
+    for name, (parts, copies) in holders.items():
+        of = [own for (n, _), own in found.items() if n == name]
+        assert [sorted(own) for own in of] == [[*[-1] * (copies - 1), copies - 1]] * parts
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "state_shards": "zero-0"}, {"tp": 2}], ids=str)

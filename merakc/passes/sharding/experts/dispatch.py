@@ -34,9 +34,12 @@ def dispatched(
     ranks: int,
     parts: Collection[Layout],
     load: Sequence[float] = (),
+    *,
+    tp: int = 1,
 ) -> tuple[tuple[Dispatched, ...], dict[Ref, Layout]]:
     """The parts of blocks that run on ranks of experts, and the layouts of their weights; `rule`
-    gives the dims of a node by itself, `parts` are the layouts of what the ranks have parts of.
+    gives the dims of a node by itself, `parts` are the layouts of what the ranks, of each of `tp`,
+    have parts of.
     The rows are counted as on the rank that gets most of them, all of which wait for it: of `load`,
     the share of each expert, or else as many on each.
 
@@ -47,6 +50,7 @@ def dispatched(
     makers = {n.name: n for n in graph.nodes}
     sizes = set(_numbers([(n.args, n.kwargs) for n in graph.nodes]))
     sizes.update(n for spec in graph.specs().values() for n in spec.shape)
+    sizes.update(k for n in tuple(sizes) for k in (n // tp, -(-n // tp)))  # of ranks of tp
     sizes.update(n for lay in set(parts) for r in range(ranks) for n in lay.local_shape(ranks, r))
     found: list[Dispatched] = []
     layouts: dict[Ref, Layout] = {}

@@ -67,7 +67,7 @@ class ExpertWriter:
         if node.op != STACK:
             return False
         layouts = [self.whole.layouts[ref] for ref in node.args[0]]
-        return all(lay.dims and lay.dims[0][0].on is not None for lay in layouts)
+        return all(any(f.on is not None for dim in lay.dims for f in dim) for lay in layouts)
 
     def write_stack(self, node: Node) -> None:
         """Adds the stack of this rank's own: all ranks make the same calls, of others' parameters
@@ -76,7 +76,7 @@ class ExpertWriter:
         parts = []
         for k, ref in enumerate(node.args[0]):
             spec, full = self.local_spec(ref), self.specs[ref].shape
-            shape = (int(spec.shape[0] > 0), *full)
+            shape = (int(spec.numel > 0), *full)
             name = f"{node.name}.{k}.own"
             args: tuple[Any, ...] = (self.enter(ref), shape)
             made = TensorSpec(shape, spec.dtype)

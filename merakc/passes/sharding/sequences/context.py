@@ -69,7 +69,7 @@ def split_context(
     splits = exchange_heads(problem, found, sums, tp)
     sharding = replace(sharding, sequences=splits, partial=sharding.partial | sums)
     if expert_load is not None:
-        return _with_experts(problem, sharding, expert_load)
+        return _with_experts(problem, sharding, expert_load, tp)
     return replace(sharding, sums=gradient_sums(dims.graph, splits))
 
 
@@ -83,13 +83,17 @@ def _fault(problem: ContextProblem) -> str:
     return f": {told} is not known to follow from the sorted numbers, or from each row, alone"
 
 
-def _with_experts(problem: ContextProblem, sharding: Sharding, load: Sequence[float]) -> Sharding:
+def _with_experts(
+    problem: ContextProblem, sharding: Sharding, load: Sequence[float], tp: int
+) -> Sharding:
     """The same with experts on ranks of their own."""
     every, layouts, sequences = 0, dict(sharding.layouts), []
     for sequence in sharding.sequences:
         blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
         parts = sequence.layouts.values()
-        own, weights = dispatched(problem.dims, problem.rule, blocks, sharding.tp, parts, load)
+        own, weights = dispatched(
+            problem.dims, problem.rule, blocks, sharding.tp, parts, load, tp=tp
+        )
         layouts |= weights
         every += len(blocks)
         sequences.append(replace(sequence, dispatched=own))

@@ -15,6 +15,7 @@ from merakc.ir.graph import Node, Ref, TensorSpec
 from merakc.ir.layout import DimFactor, Layout
 
 RESHAPE, EXCHANGE = "aten.reshape.default", "merakc.exchange.default"
+SCATTER = "merakc.scatter.default"
 # Between a value and a larger one that repeats it, as keys for several heads of queries do.
 REPEATS = frozenset(
     f"aten.{name}.default" for name in ["expand", "clone", "reshape", "view", "unsqueeze"]
@@ -71,6 +72,36 @@ def exchange_nodes(
     for k, (op, args, shape) in enumerate(made):
         own = name if k == len(made) - 1 else f"{name}.{'opened' if op == RESHAPE else 'parts'}"
         nodes.append(Node(own, op, (ref, *args), (), (TensorSpec(shape, dtype),)))
+        ref = Ref(own)
+    return nodes
+
+
+def can_open(lay: Layout, dim: int) -> bool:
+    """Whether a dim is split at one factor, which others stand before."""
+    splits = [f for f in lay.dims[dim] if f.split]
+    return len(splits) == 1 and not splits[0].segments and _before(lay.dims[dim]) > 1
+
+
+def scatter_nodes(
+    ref: Ref, name: str, spec: TensorSpec, lay: Layout, dim: int, place: tuple[str, int, int]
+) -> list[Node]:
+    """Nodes of which the last, `name`, has this rank's part of a dim of a value: of each block of
+    it a part, so that other axes may split the blocks.
+    """
+    axis, ranks, rank = place
+    outer = _before(lay.dims[dim])
+    sizes = tuple(len(lay.index(dim, ranks, r)) // outer for r in range(ranks))
+    shape = _open(spec.shape, {dim: outer})
+    part = (*shape[: dim + 1], sizes[rank], *shape[dim + 2 :])
+    local = (*spec.shape[:dim], outer * sizes[rank], *spec.shape[dim + 1 :])
+    steps: list[tuple[str, str, tuple[object, ...], tuple[int, ...]]] = [
+        (f"{name}.opened", RESHAPE, (shape,), shape),
+        (f"{name}.parts", SCATTER, (axis, dim + 1, sizes, rank), part),
+        (name, RESHAPE, (local,), local),
+    ]
+    nodes = list[Node]()
+    for own, op, args, made in steps:
+        nodes.append(Node(own, op, (ref, *args), (), (TensorSpec(made, spec.dtype),)))
         ref = Ref(own)
     return nodes
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from merakc.ir.graph import Graph, InputKind, Ref
-from merakc.ir.layout import parse_layout
+from merakc.ir.layout import Layout
 from merakc.kernels.opaque import OPAQUE
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding, unsplit
 
@@ -33,11 +33,11 @@ def gradient_sums(graph: Graph, sequences: Iterable[SequenceSplit] = ()) -> froz
     return frozenset(found)
 
 
-def computed_whole(graph: Graph, cp: int, splits: Mapping[str, str]) -> Sharding:
+def computed_whole(graph: Graph, cp: int, splits: Mapping[str, Layout]) -> Sharding:
     """How a graph's values lie on ranks of cp that all compute on whole sequences, and have parts
     of some parameters, `splits` by their names, or of all weights' gradients.
     """
     parts = {Ref(i.name): splits[i.target] for i in graph.inputs if i.target in splits}
-    layouts = {**unsplit(graph).layouts, **{ref: parse_layout(own) for ref, own in parts.items()}}
+    layouts = {**unsplit(graph).layouts, **parts}
     sums = frozenset() if splits else gradient_sums(graph)
     return Sharding(cp, layouts, frozenset(), (), gathered=frozenset(parts), sums=sums)

@@ -12,6 +12,7 @@ import torch
 from merakc.errors import ShardError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.layout import parse_layout
 from merakc.passes.sharding.experts.dispatch import rows_of_experts, uncut, without_rows
 from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.passes.sharding.sequences.gradient_sums import computed_whole
@@ -114,6 +115,55 @@ def test_parameters_of_an_expert_are_whole_on_the_rank_that_has_it() -> None:
         assert [specs[n.args[1]].shape[0] for n in weights] == [(3, 2)[rank]] * 2
 
 
+def test_tp_splits_the_hidden_units_of_a_ranks_experts() -> None:
+    graph = graph_of()
+    sharding = shard(graph, 3, cp=2, expert_parallel=True)
+    splits = {name: str(layout) for name, layout in sharding.splits(graph).items()}
+    assert (splits["up"], splits["down"]) == (
+        f"5*2/3 x {H} x {2 * H}*3",
+        f"5*2/3 x {2 * H}*3 x {H}",
+    )
+    over_tp = sharding.tp_splits(graph)
+    assert str(over_tp["up"]) == f"5 x {H} x {2 * H}*"
+    again = shard(graph, 3, over_tp, cp=2, expert_parallel=True)
+    assert {name: str(layout) for name, layout in again.splits(graph).items()} == splits
+    rows = set[frozenset[int]]()
+    for lane in range(6):
+        local = spmd_partition(graph, sharding, lane)
+        local.verify()
+        specs, names = local.specs(), {n.name: n for n in local.nodes}
+        up = sharding.weight_layout(Ref("up")).local_shape(6, lane)
+        assert specs[Ref("up")].shape == up == ((3, 2)[lane // 3], H, 2 * H // 3 + (lane % 3 < 2))
+        (back,) = [n for n in local.nodes if n.op == "merakc.combine.default"]
+        total = names[back.args[0].node]  # what comes back is of all hidden units
+        assert (total.op, total.args[1:]) == ("merakc.all_reduce.default", ("tp", "sum"))
+        sent = [n for n in local.nodes if n.op == "merakc.dispatch.default"]
+        assert {specs[n.args[0]].shape[-1] for n in sent} == {H, up[2]}  # rows, and their biases
+        rows.add(rows_of_experts(local))
+    assert len(rows) == 1
+
+
+def test_tp_splits_an_experts_own_parameters_where_they_are() -> None:
+    graph = with_sorted_loops(looped.graph_of(looped.added))
+    sharding = shard(graph, 2, cp=2, expert_parallel=True)
+    splits = {name: str(layout) for name, layout in sharding.splits(graph).items()}
+    for k, home in enumerate((0, 0, 0, 1, 1)):
+        assert splits[f"experts.{k}.up.weight"] == f"{2 * H}*2 x {H}@{home}*2/2"
+        assert splits[f"experts.{k}.down.weight"] == f"{H}@{home}*2/2 x {2 * H}*2"
+    for lane in range(4):
+        local = spmd_partition(graph, sharding, lane)
+        local.verify()
+        specs = local.specs()
+        for k, home in enumerate((0, 0, 0, 1, 1)):
+            here = H * (home == lane // 2)
+            assert specs[Ref(f"experts.{k}.up.weight")].shape == (H, here)
+            assert specs[Ref(f"experts.{k}.down.weight")].shape == (here, H)
+        weights = [n for n in local.nodes if n.op == "merakc.grouped_mm.default"]
+        assert {specs[n.args[1]].shape for n in weights} == {((3, 2)[lane // 2], H, H)}
+        gone = {n.args[0] for n in local.nodes if n.op == "merakc.copy_to.default"}
+        assert not any("experts" in ref.node and not specs[ref].numel for ref in gone)
+
+
 def test_a_stack_of_what_is_computed_of_parameters_is_refused() -> None:
     up = torch.stack
     with pytest.raises(ShardError, match=r"made at .*test_dispatch.* of more than one param"):
@@ -124,9 +174,9 @@ def test_weights_are_gathered_in_one_order_on_all_ranks() -> None:
     """Where nothing can be sent. The order of a set would be another in each process."""
     graph = graph_of()
     weights = [i for i in graph.inputs if i.kind is InputKind.PARAMETER and i.spec.shape[1:]]
-    splits = {i.target: str(i.spec.shape[0]) + "* x " + " x ".join(map(str, i.spec.shape[1:]))
+    splits = {i.target: f"{i.spec.shape[0]}* x {' x '.join(map(str, i.spec.shape[1:]))}"
               for i in weights}  # fmt: skip
-    sharding = computed_whole(graph, 2, splits)
+    sharding = computed_whole(graph, 2, {n: parse_layout(text) for n, text in splits.items()})
     for rank in range(2):
         local = spmd_partition(graph, sharding, rank)
         local.verify()

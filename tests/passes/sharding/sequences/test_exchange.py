@@ -17,7 +17,9 @@ from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.sharding.sequences.exchange import (
     before_repeats,
     can_exchange,
+    can_open,
     exchange_nodes,
+    scatter_nodes,
 )
 
 FLOAT = torch.float64
@@ -37,6 +39,32 @@ FLOAT = torch.float64
 )
 def test_one_factor_for_another_of_another_dim(source: str, target: str, possible: bool) -> None:
     assert can_exchange(parse_layout(source), parse_layout(target)) is possible
+
+
+@pytest.mark.parametrize("text", ["2 x 2·4* x 7", "2·3*·5 x 7", "3 x 2·3*"])
+def test_parts_of_each_block_of_a_dim_are_scattered_as_a_layout_says(text: str) -> None:
+    lay = parse_layout(text)
+    (dim,) = (k for k, own in enumerate(lay.dims) if any(f.split for f in own))
+    assert can_open(lay, dim)
+    whole = torch.arange(lay.numel, dtype=FLOAT).view(lay.shape)
+    for rank in range(2):
+        spec = TensorSpec(lay.shape, FLOAT)
+        opened, scatter, back = scatter_nodes(Ref("x"), "y", spec, lay, dim, ("cp", 2, rank))
+        _, axis, at, sizes, own = scatter.args
+        assert (axis, own, back.name, back.spec.shape) == (
+            "cp",
+            rank,
+            "y",
+            lay.local_shape(2, rank),
+        )
+        part = whole.view(opened.args[1]).split(list(sizes), at)[rank]
+        assert part.shape == scatter.spec.shape
+        assert torch.equal(part.reshape(back.args[1]), lay.take(whole, 2, rank))
+
+
+@pytest.mark.parametrize("text", ["4* x 7", "2·(3*+3*) x 7", "2*·2*", "2·4"])
+def test_other_dims_are_put_in_order(text: str) -> None:
+    assert not can_open(parse_layout(text), 0)
 
 
 def _exchanged(source: str, target: str) -> bool:
