@@ -41,20 +41,27 @@ from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 ROWS_DIM = 2  # of queries
 
 
-def split_context(
-    dims: Dims, sharding: Sharding, expert_load: Sequence[float] | None = None, *, tp: int = 1
-) -> Sharding:
-    """The sharding of a graph of which nothing is split, with its sequences split over the ranks,
-    of each of `tp`; with an `expert_load`, of which none is even, experts are too, each with its
-    weights on one of the ranks. Without, ranks leave their parts of weights' gradients to be added
-    up with those of dp.
+@dataclass(frozen=True, slots=True)
+class SequenceCut:
+    """The sequences of a graph that are cut over ranks, each of one dim, and the nodes that then
+    give parts of sums.
+    """
+
+    problem: ContextProblem
+    splits: Mapping[Factor, SequenceSplit]
+    sums: frozenset[str]
+
+
+def cut_sequences(dims: Dims, sharding: Sharding, *, sends: bool) -> SequenceCut:
+    """The sequences of a graph of which nothing is split, cut over the ranks of the sharding, which
+    send rows to experts on each other where it `sends`.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
-    activations can be split, or no experts are found on what is.
+    activations can be split.
     """
     for prices in (LIKE_LARGE, AT_ANY_PRICE):
-        problem = ContextProblem(dims, sharding, prices, sends=expert_load is not None)
+        problem = ContextProblem(dims, sharding, prices, sends=sends)
         found: dict[Factor, SequenceSplit] = {}
         sums: set[str] = set()
         for factor in problem.candidates()[:MAX_DIMS]:
@@ -64,18 +71,29 @@ def split_context(
                 found[factor] = split
                 sums |= {n for n in split.nodes if problem.is_sum(n, factor)}
         if found:
-            break
-    else:
-        raise ShardError(
-            f"cp={sharding.tp}: no dim of {sharding.tp} or more elements of activations, beside "
-            "those of samples and of weights, runs through the graph, so that no sequence can be "
-            "split; use cp=1"
-        )
-    splits = exchange_heads(problem, found, sums, tp)
-    sharding = replace(sharding, sequences=splits, partial=sharding.partial | sums)
+            return SequenceCut(problem, found, frozenset(sums))
+    raise ShardError(
+        f"cp={sharding.tp}: no dim of {sharding.tp} or more elements of activations, beside "
+        "those of samples and of weights, runs through the graph, so that no sequence can be "
+        "split; use cp=1"
+    )
+
+
+def split_context(
+    cut: SequenceCut, expert_load: Sequence[float] | None = None, *, tp: int = 1
+) -> Sharding:
+    """The sharding of a graph of which nothing but its sequences is split, for each of `tp` ranks;
+    with an `expert_load`, of which none is even, experts are too, each with its weights on one of
+    the ranks. Without, ranks leave their parts of weights' gradients to be added up with those of
+    dp. Raises `ShardError` where no experts are found on what is cut.
+    """
+    problem = cut.problem
+    splits = exchange_heads(problem, cut.splits, cut.sums, tp)
+    whole = problem.sharding
+    sharding = replace(whole, sequences=splits, partial=whole.partial | cut.sums)
     if expert_load is not None:
         return _with_experts(problem, sharding, expert_load)
-    return replace(sharding, sums=gradient_sums(dims.graph, splits))
+    return replace(sharding, sums=gradient_sums(problem.graph, splits))
 
 
 def _fault(problem: ContextProblem) -> str:
