@@ -245,14 +245,19 @@ def plan_here(job: Job, *, neighbours: bool) -> Found:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from merakc.machines.garbage import few_collections, leave_garbage
 
-    with few_collections():  # as the command line imports torch
-        from merakc.cli.clusters import machines
+    leave_garbage()  # as the command line does
+    with few_collections():
+        return _planned(job, neighbours=neighbours)
+
+
+def _planned(job: Job, *, neighbours: bool) -> Found:
+    """The same, with all that is imported for it."""
+    from merakc.cli.clusters import machines
     from merakc.ir.precision import parse_precision
     from merakc.planner.offers import Case, Offer, Offers
     from merakc.planner.request import Request
     from merakc.planner.sources.source import load_source
 
-    leave_garbage()  # as the command line does
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         source = _source(job, Path(folder))

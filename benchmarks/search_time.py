@@ -71,8 +71,14 @@ def search_here(case: Case) -> dict[str, object]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from merakc.machines.garbage import few_collections, leave_garbage
 
-    with few_collections():  # as the command line imports torch
-        from merakc.cli.clusters import machines
+    leave_garbage()  # as the command line does
+    with few_collections():
+        return _searched(case)
+
+
+def _searched(case: Case) -> dict[str, object]:
+    """The same, with all that is imported for it."""
+    from merakc.cli.clusters import machines
     from merakc.ir.plan_file import PlanFile
     from merakc.ir.precision import parse_precision
     from merakc.planner.offline import plan_offline
@@ -81,7 +87,6 @@ def search_here(case: Case) -> dict[str, object]:
 
     import torch  # isort: skip
 
-    leave_garbage()  # as the command line does
     torch.set_num_threads(1)
     cluster = machines(case.cluster, "bfloat16", case.ranks)
     request = Request(case.ranks, 0, precision=parse_precision("bf16-mixed"))

@@ -34,7 +34,7 @@ class Memory:
 
 def owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:
     """The value whose memory each value lives in; that of some inputs is `given`."""
-    over = overwrites(graph)
+    over = graph.told(overwrites)
     owner = {Ref(i.name): (given or {}).get(i.name, Ref(i.name)) for i in graph.inputs}
     for node in graph.nodes:
         for ref in node.made:

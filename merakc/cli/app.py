@@ -75,7 +75,8 @@ class _Commands(TyperGroup):
         """The one of that name."""
         if cmd_name not in COMMANDS:
             return None
-        with few_collections(), _ended_by_ctrl_c():
+        ctx.with_resource(few_collections())  # until the command is done
+        with _ended_by_ctrl_c():
             module = import_module(f"merakc.cli.{cmd_name}")
         app = getattr(module, "app", None)
         if app is None:

@@ -7,14 +7,14 @@ communicating. What communication is waited for is exposed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
 from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric, all_gather_seconds, all_reduce_seconds, shard_group
 from merakc.ir.program import CollectiveKind
-from merakc.ir.state import UNSHARDED, StateShards
+from merakc.ir.state import StateShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +103,102 @@ def state_cost(
     reduced after every micro-batch, others after the last. What the optimizer wrote is gathered
     under the next forward. The optimizer reads and writes its state at `optimizer_bytes_per_s`.
     """
+    walk = _Walk.of(layers, shards, group, precision)
+    for _ in range(micro_batches - 1):
+        walk.forward()
+        walk.backward()
+    walk.forward()
+    exposed_s = walk.end()
     parameters = sum(layer.parameters for layer in layers)
-    known = {
-        count: collective_seconds(count, shards, group, precision)
-        for count in {layer.parameters for layer in layers}
-    }
-    gather_s, refresh_s, scatter_s, reduce_s = (
-        [known[layer.parameters][kind] for layer in layers]
-        for kind in (
-            CollectiveKind.GATHER, CollectiveKind.REFRESH, CollectiveKind.SCATTER,
-            CollectiveKind.REDUCE,
-        )
-    )  # fmt: skip
-    # Collectives run one after the other: each has ended once so many seconds of them have.
-    ends = list(accumulate(refresh_s))
-    posted_s, done_s, exposed_s, computed_s = ends[-1], 0.0, 0.0, 0.0
-    if gather_s[0]:
-        ends[0] = posted_s = posted_s + gather_s[0]
-    order = [*range(len(layers))], [*reversed(range(len(layers)))]
-    uses = [(j, k, is_backward) for j in range(micro_batches) for is_backward in (False, True)
-            for k in order[is_backward]]  # fmt: skip
-    held: tuple[int, ...] = (0,)
-    for place, (j, k, is_backward) in enumerate(uses):
-        then = uses[place + 1][1] if place + 1 < len(uses) else k
-        if gather_s[then] and then not in held:
-            posted_s += gather_s[then]
-            ends[then], held = posted_s, (k, then)
-        if ends[k] > done_s:
-            exposed_s += ends[k] - done_s
-            done_s = ends[k]
-        compute_s = layers[k].backward_s if is_backward else layers[k].forward_s
-        computed_s += compute_s
-        done_s = min(posted_s, done_s + group.overlap * compute_s)
-        if is_backward:
-            posted_s += (reduce_s if j == micro_batches - 1 else scatter_s)[k]
-    exposed_s += posted_s - done_s
+    computed_s = micro_batches * sum(layer.forward_s + layer.backward_s for layer in layers)
     state = 2 * precision.optimizer_bytes * -(-parameters // shards.optimizer)
     step_s = computed_s + exposed_s + state / optimizer_bytes_per_s
-    return StateCost(step_s, exposed_s, posted_s, state_bytes(parameters, shards, precision))
+    return StateCost(step_s, exposed_s, walk.posted_s, state_bytes(parameters, shards, precision))
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A rank's step as far as it was walked: `posted_s` are the seconds of all communication so
+    far, `done_s` of what of it has ended, `exposed_s` those waited for.
+
+    Of each layer there are the seconds of its computing under which communication ends, of
+    gathering it, of reducing its gradients after the last micro-batch, and after others; `ends`
+    say when its parameters are there. Collectives run one after the other: each has ended once so
+    many seconds of them have. Two layers are `held`.
+    """
+
+    forward_s: list[float]
+    backward_s: list[float]
+    gather_s: list[float]
+    reduce_s: list[float]
+    scatter_s: list[float]
+    ends: list[float]
+    posted_s: float
+    done_s: float = 0.0
+    exposed_s: float = 0.0
+    held: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[Layer], shards: StateShards, group: DpGroup, precision: Precision
+    ) -> _Walk:
+        """The walk of a rank with these layers, which begins with gathering the first."""
+        counts = [layer.parameters for layer in layers]
+        known = {n: collective_seconds(n, shards, group, precision) for n in set(counts)}
+        gather_s, refresh_s, scatter_s, reduce_s = (
+            [known[n][kind] for n in counts]
+            for kind in (
+                CollectiveKind.GATHER, CollectiveKind.REFRESH, CollectiveKind.SCATTER,
+                CollectiveKind.REDUCE,
+            )
+        )  # fmt: skip
+        ends = list(accumulate(refresh_s))
+        if gather_s[0]:
+            ends[0] = ends[-1] + gather_s[0]
+        return cls(
+            [group.overlap * layer.forward_s for layer in layers],
+            [group.overlap * layer.backward_s for layer in layers],
+            gather_s, reduce_s, scatter_s, ends, max(ends[0], ends[-1]),
+        )  # fmt: skip
+
+    def fork(self) -> _Walk:
+        """Another walk, which goes on from here."""
+        return replace(self, ends=[*self.ends])
+
+    def forward(self) -> None:
+        """Goes through the layers."""
+        self._go(range(len(self.ends)), self.forward_s, None)
+
+    def backward(self) -> None:
+        """Goes back through them, of a micro-batch that is not the last."""
+        self._go(range(len(self.ends) - 1, -1, -1), self.backward_s, self.scatter_s)
+
+    def end(self) -> float:
+        """Goes back for the last time; the exposed seconds of the step."""
+        self._go(range(len(self.ends) - 1, -1, -1), self.backward_s, self.reduce_s)
+        return self.exposed_s + (self.posted_s - self.done_s)
+
+    def _go(
+        self, order: Sequence[int], under_s: Sequence[float], posts_s: Sequence[float] | None
+    ) -> None:
+        """Goes through layers, of which the one behind is gathered before each, if it is not
+        held.
+        """
+        posted_s, done_s, exposed_s, held = self.posted_s, self.done_s, self.exposed_s, self.held
+        gather_s, ends = self.gather_s, self.ends
+        for k, then in zip(order, [*order[1:], order[-1]], strict=True):
+            if gather_s[then] and then not in held:
+                posted_s += gather_s[then]
+                ends[then], held = posted_s, (k, then)
+            if ends[k] > done_s:
+                exposed_s += ends[k] - done_s
+                done_s = ends[k]
+            done_s += under_s[k]
+            if done_s > posted_s:
+                done_s = posted_s
+            if posts_s is not None:
+                posted_s += posts_s[k]
+        self.posted_s, self.done_s, self.exposed_s, self.held = posted_s, done_s, exposed_s, held
 
 
 def exposed_seconds(
@@ -155,14 +213,16 @@ def exposed_seconds(
     Only the first and the last micro-batch meet communication, unless each one does: then those in
     between wait equally long.
     """
-
-    def exposed_s(count: int) -> float:
-        return state_cost(layers, count, shards, group, precision).exposed_s
-
     total = micro_batches if shards.gradients > 1 else 1
     met = min(total, STEADY)
-    found_s = exposed_s(met)
-    return found_s + (total - met) * (found_s - exposed_s(met - 1)) if total > met else found_s
+    walk, ended = _Walk.of(layers, shards, group, precision), list[float]()
+    for left in reversed(range(met)):
+        walk.forward()
+        if left <= (total > met):  # of a step of one fewer, too
+            ended.append(walk.fork().end())
+        if left:
+            walk.backward()
+    return ended[-1] + (total - met) * (ended[-1] - ended[0])
 
 
 @lru_cache(maxsize=1 << 14)
@@ -195,15 +255,13 @@ def collective_seconds(
     }
 
 
-def in_buckets(
-    layers: Sequence[Layer], kept_bytes: int, shards: StateShards = UNSHARDED
-) -> list[Layer]:
+def in_buckets(layers: Sequence[Layer], kept_bytes: int, scale: int = 1) -> list[Layer]:
     """The layers of which parameters travel together, as `plan_buckets` joins tensors: `layers`
-    are one each, of `kept_bytes` an element where it is updated.
+    are one each, of `kept_bytes` an element where it is updated; in buckets `scale` times as large.
     """
     total = sum(layer.parameters for layer in layers)
     share = max(LEAST_BYTES, kept_bytes * total // LEAST_BUCKETS)
-    most = min(BUCKET_BYTES * shards.bucket_scale, share)
+    most = min(BUCKET_BYTES * scale, share)
     found: list[Layer] = []
     parameters, forward_s, backward_s = 0, 0.0, 0.0
     for layer in layers:

@@ -21,17 +21,21 @@ class _Seen:
     """
 
     frozen = False
+    ours = False  # while we have frozen all, and nobody else any
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """While it is entered, Python looks for garbage rarely, and among new objects alone."""
+    """While it is entered, also inside of itself, Python looks for garbage rarely, and among new
+    objects alone.
+    """
     before = gc.get_threshold()
     is_outermost = 0 < before[0] < NEW_OBJECTS  # nor where the user has switched it off
     freezes = is_outermost and not _are_frozen()
     if is_outermost:
         gc.set_threshold(NEW_OBJECTS, *before[1:])
-    if freezes:
+    _Seen.ours |= freezes
+    if _Seen.ours:
         gc.freeze()
     try:
         yield
@@ -39,6 +43,7 @@ def few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
         if freezes:
             gc.unfreeze()
+            _Seen.ours = False
 
 
 def _are_frozen() -> bool:

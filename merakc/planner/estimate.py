@@ -22,7 +22,6 @@ from merakc.costs.state import (
     STEADY,
     DpGroup,
     exposed_seconds,
-    in_buckets,
 )
 from merakc.costs.work import keep
 from merakc.costs.work.pieces import Piece
@@ -172,10 +171,10 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
         stages = [keep.with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
         again = tuple(k for k, size in enumerate(kept) if size != keep.EVERYTHING)
     orders = _orders(job, total - left, again)
-    seconds = _end_s(orders, stages, links)
+    seconds = _end_s(job, orders, stages, links)
     if left:
         fewer = _orders(job, total - left - period, again)
-        seconds += left / period * (seconds - _end_s(fewer, stages, links))
+        seconds += left / period * (seconds - _end_s(job, fewer, stages, links))
     mean = total / period
     works = [cost.forward_s + cost.backward_s for cost in stages]
     for k in again:
@@ -190,12 +189,17 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
     return _Run(seconds, mean * sum(works), mean * again_s, peak_bytes, tuple(whole))
 
 
-def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:
+def _end_s(
+    job: Job, orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]
+) -> float:
     """The end of the last work."""
     pipeline = make_pipeline(orders.rank_of, stages, orders.micro_batches, links)
-    ends = run_orders(pipeline, orders.works)
-    assert ends is not None, "a known schedule ran into a deadlock"
-    return max(end[-1] for end in ends)
+    key = orders, pipeline.seconds
+    if key not in job.ends_s:
+        ends = run_orders(pipeline, orders.works)
+        assert ends is not None, "a known schedule ran into a deadlock"
+        job.ends_s[key] = max(end[-1] for end in ends)
+    return job.ends_s[key]
 
 
 def _orders(job: Job, micro_batches: int, again: tuple[int, ...] = ()) -> KnownOrders:
@@ -226,7 +230,7 @@ def _dp_seconds(job: Job, shards: StateShards) -> float:
     strategy, framework, layers = job.strategy, job.framework, job.state_layers
     precision = framework.precision
     if framework.stagewise:
-        layers = in_buckets(layers, precision.kept_bytes, shards)
+        layers = job.layers_in_buckets(shards)
         if shards.optimizer == 1:  # what is reduced whole travels in float32, or wider
             precision = replace(precision, gradient_bytes=max(4, precision.gradient_bytes))
     mesh, fabric = strategy.mesh, job.links.fabric

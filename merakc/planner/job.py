@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from merakc.costs.state import (
     MIXED,
     Layer,
     Precision,
+    in_buckets,
     state_bytes,
 )
 from merakc.costs.work.pieces import Piece
@@ -89,6 +90,12 @@ class Job:
         return self.places[0]
 
     @cached_property
+    def kinds(self) -> list[int]:
+        """The first place of each piece: equal ones may be one value many times."""
+        first: dict[int, int] = {}
+        return [first.setdefault(id(piece), k) for k, piece in enumerate(self.pieces)]
+
+    @cached_property
     def rank_pieces(self) -> list[list[int]]:
         """The places of each pipeline rank's pieces."""
         held: list[list[int]] = [[] for _ in range(self.strategy.pp)]
@@ -99,7 +106,13 @@ class Job:
     @cached_property
     def rank_parameters(self) -> list[int]:
         """The trained elements of each pipeline rank."""
-        return [stage_parameters([self.pieces[k] for k in held]) for held in self.rank_pieces]
+        return self._parameters_of(self.rank_pieces)
+
+    def _parameters_of(self, parts: Sequence[Sequence[int]]) -> list[int]:
+        """The trained elements of the pieces at these places."""
+        alike = [tuple([self.kinds[k] for k in part]) for part in parts]
+        known = {own: stage_parameters([self.pieces[k] for k in own]) for own in {*alike}}
+        return [known[own] for own in alike]
 
     @cached_property
     def tied_parameters(self) -> int:
@@ -114,10 +127,26 @@ class Job:
         each = parameter_layers if self.framework.stagewise else layers_of
         return each([self.pieces[k] for k in places], [costs[k] for k in places])
 
+    def layers_in_buckets(self, shards: StateShards) -> list[Layer]:
+        """The same as they travel."""
+        scale, kept_bytes = shards.bucket_scale, self.framework.precision.kept_bytes
+        if scale not in self._in_buckets:
+            self._in_buckets[scale] = in_buckets(self.state_layers, kept_bytes, scale)
+        return self._in_buckets[scale]
+
+    @cached_property
+    def _in_buckets(self) -> dict[int, list[Layer]]:
+        return {}
+
+    @cached_property
+    def ends_s(self) -> dict[Hashable, float]:
+        """When orders of work end that were run, by what that depends on."""
+        return {}
+
     @cached_property
     def stage_parameters(self) -> list[int]:
         """The trained elements of each stage."""
-        return [stage_parameters([self.pieces[k] for k in part]) for part in self.parts]
+        return self._parameters_of(self.parts)
 
     @cached_property
     def _stages(self) -> list[StageCost]:
@@ -132,8 +161,8 @@ class Job:
         known: dict[tuple[int, ...], StageCost] = {}
         found = []
         for part, rank in zip(self.parts, self.rank_of, strict=True):
-            before = id(self.pieces[part[0] - 1]) if part[0] else 0
-            key = id(self.places[rank]), before, *(id(self.pieces[k]) for k in part)
+            before = self.kinds[part[0] - 1] if part[0] else -1
+            key = id(self.places[rank]), before, *[self.kinds[k] for k in part]
             if key not in known:
                 (known[key],) = stage_costs(
                     self.pieces, self.costs[rank], [part], self.places[rank],

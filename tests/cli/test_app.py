@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from merakc.cli.app import app
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile, load_plan
+from merakc.machines.garbage import NEW_OBJECTS
 from merakc.version import __version__
 
 DEEP = "tests.small_source:deep"
@@ -98,6 +100,16 @@ def test_a_command_imports_what_it_needs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_python_rarely_looks_for_garbage_while_a_command_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, found = gc.get_threshold(), list[int]()
+    monkeypatch.setattr("merakc.cli.diff.diff", lambda: found.append(gc.get_threshold()[0]))
+    run("diff")
+    assert found == [NEW_OBJECTS]
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize("after_s", [0.2, 0.6])

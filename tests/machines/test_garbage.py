@@ -13,6 +13,7 @@ from merakc.machines.garbage import NEW_OBJECTS, _Seen, few_collections
 def nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which nothing was frozen yet."""
     monkeypatch.setattr(_Seen, "frozen", False)
+    monkeypatch.setattr(_Seen, "ours", False)
 
 
 @pytest.mark.parametrize("own", [(700, 10, 10), (0, 10, 10), (NEW_OBJECTS * 2, 10, 10)])
@@ -39,10 +40,12 @@ def test_what_is_there_before_is_not_looked_through(request: pytest.FixtureReque
     request.addfinalizer(gc.freeze)  # as it was
     gc.unfreeze()
     with few_collections():
-        assert gc.get_freeze_count()
-        with few_collections():
-            pass
-        assert gc.get_freeze_count()
+        frozen = gc.get_freeze_count()
+        assert frozen
+        made: list[list[int]] = [[] for _ in range(1000)]
+        with few_collections():  # nor what was made so far
+            assert gc.get_freeze_count() > frozen + len(made)
+        assert gc.get_freeze_count() > frozen
     assert not gc.get_freeze_count()
 
 

@@ -109,6 +109,8 @@ def _summed(
         for o in piece.outputs
         if o.kind is OutputKind.GRADIENT and targets.get(o.name) in sum_of
     }
+    if not gone and not added:
+        return piece, {}
     place = {node.name: k for k, node in enumerate(piece.nodes)}
     made: dict[int, list[int]] = {}
     for out in piece.outputs:

@@ -29,16 +29,7 @@ def shorten(
     `starts` are the paths of the graph's parts, "" of what is no block, and their first nodes
     (`merakc.costs.work.pieces.part_starts`).
     """
-    ends = [*(first for _, first in starts[1:]), len(graph.nodes)]
-    parts = [graph.nodes[first:end] for (_, first), end in zip(starts, ends, strict=True)]
-    forms = _Forms(graph, parts)
-    runs: list[list[int]] = []
-    for k, (path, _) in enumerate(starts):
-        alike = path and runs and starts[runs[-1][0]][0] == path and forms.equal(runs[-1][0], k)
-        if alike:
-            runs[-1].append(k)
-        else:
-            runs.append([k])
+    parts, runs = graph.told(_runs, tuple(starts))
     kept: list[int] = []
     counts: list[int] = []
     now: dict[str, str] = {}  # what stands in the place of a node that is gone
@@ -70,6 +61,23 @@ def shorten(
     found = replace(graph, inputs=inputs, nodes=tuple(nodes), outputs=outputs)
     found.verify()
     return found, tuple(counts)
+
+
+def _runs(
+    graph: Graph, starts: Sequence[tuple[str, int]]
+) -> tuple[list[tuple[Node, ...]], list[list[int]]]:
+    """The nodes of each part of a graph, and the parts of each run of equal ones."""
+    ends = [*(first for _, first in starts[1:]), len(graph.nodes)]
+    parts = [graph.nodes[first:end] for (_, first), end in zip(starts, ends, strict=True)]
+    forms = _Forms(graph, parts)
+    runs: list[list[int]] = []
+    for k, (path, _) in enumerate(starts):
+        alike = path and runs and starts[runs[-1][0]][0] == path and forms.equal(runs[-1][0], k)
+        if alike:
+            runs[-1].append(k)
+        else:
+            runs.append([k])
+    return parts, runs
 
 
 def graph_form(graph: Graph) -> tuple[object, tuple[str, ...]]:

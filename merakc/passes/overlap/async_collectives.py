@@ -232,7 +232,7 @@ def stage_seconds(local: Graph, place: Place) -> tuple[float, float]:
     too; its collectives are the conjugates of the forward's.
     """
     overlapped_s = blocking_s = 0.0
-    for tasks in _stage_tasks(local, place):
+    for tasks in local.told(_stage_tasks, place):
         compute_s, link_s = sum(t.compute_s for t in tasks), sum(t.link_s for t in tasks)
         end_s, _ = list_schedule(tasks, LAGS[0])
         hidden_s = compute_s + link_s - end_s
@@ -252,7 +252,7 @@ def least_share(local: Graph, place: Place) -> float:
     """
     specs = local.specs()
     saved_s = blocking_s = 0.0
-    for tasks in _stage_tasks(local, place):
+    for tasks in local.told(_stage_tasks, place):
         blocking_s += sum(t.compute_s + t.link_s for t in tasks)
         saved_s += (2 - SLOWDOWN) * sum(t.link_s for t in tasks)
     if place.symmetric_memory:
@@ -274,7 +274,7 @@ def _backward_tasks(local: Graph, place: Place, computed_s: Mapping[str, float])
     summed: set[str] = set()  # parameters of which a gradient is there to be added to
     found: list[Task] = []
     for node in reversed(local.nodes):
-        if not any(Ref(node.name, k) in grads for k in range(len(node.outputs))):
+        if grads.isdisjoint(node.outs):
             continue
         after = tuple(n.name for n in readers[node.name] if n.name in made)
         made.add(node.name)

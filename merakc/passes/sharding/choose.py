@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -15,7 +15,7 @@ from merakc.costs.fabric import all_gather_seconds, all_reduce_seconds
 from merakc.costs.nodes import divided_seconds
 from merakc.errors import PlanError, ShardError
 from merakc.files.printable import count_of
-from merakc.ir.graph import InputKind, Node, Ref
+from merakc.ir.graph import Input, InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
@@ -73,19 +73,29 @@ def node_factors(dims: Dims, node: Node) -> set[Factor]:
     return {f for ref in refs for dim in dims.of[ref] for f in atoms(dim)}
 
 
+def _open_factors(dims: Dims, tp: int) -> Iterator[tuple[Input, Factor]]:
+    """The parameters with each of their factors that no rule keeps from being split in `tp`."""
+    for item in dims.graph.inputs:
+        if item.kind is InputKind.PARAMETER:
+            for factor in dict.fromkeys(f for dim in dims.of[Ref(item.name)] for f in atoms(dim)):
+                if not factor.blocked and factor.size >= tp:
+                    yield item, factor
+
+
+def may_be_split(dims: Dims, tp: int) -> bool:
+    """Whether there are `candidates`, whatever they cost."""
+    return not refused_factors(dims).issuperset(factor for _, factor in _open_factors(dims, tp))
+
+
 def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]:
     """The factors of parameters that may be split in `tp` parts, with what they save and cost."""
     graph, place = dims.graph, place_on(cluster, tp)
     specs, group, fabric = graph.specs(), place.group("tp"), place.fabric
     found: dict[Factor, Candidate] = {}
-    for item in graph.inputs:
-        if item.kind is not InputKind.PARAMETER:
-            continue
-        for factor in dict.fromkeys(f for dim in dims.of[Ref(item.name)] for f in atoms(dim)):
-            if not factor.blocked and factor.size >= tp:
-                candidate = found.setdefault(factor, Candidate(factor))
-                candidate.parameters_s += traffic_seconds(item.spec.size_bytes, place.device)
-                candidate.rivals |= _others(dims.of[Ref(item.name)], factor)
+    for item, factor in _open_factors(dims, tp):
+        candidate = found.setdefault(factor, Candidate(factor))
+        candidate.parameters_s += traffic_seconds(item.spec.size_bytes, place.device)
+        candidate.rivals |= _others(dims.of[Ref(item.name)], factor)
     grads = graph.grad_values()
     entered: set[tuple[Ref, Factor]] = set()
     for node in graph.nodes:

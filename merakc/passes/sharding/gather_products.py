@@ -12,12 +12,7 @@ from dataclasses import replace
 
 from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.ir.layout import Layout
-from merakc.passes.sharding.choose import (
-    AT_ANY_PRICE,
-    candidates,
-    needed_whole,
-    planned_factors,
-)
+from merakc.passes.sharding.choose import may_be_split, needed_whole, planned_factors
 from merakc.passes.sharding.factors import atoms
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.rules import GATHERED
@@ -35,17 +30,17 @@ def gather_products(graph: Graph, tp: int) -> Graph:
     The same graph where tp is 1, where a parameter can be split as it is, and where gathering
     does not help.
     """
-    if tp == 1 or candidates(propagate(graph), tp, AT_ANY_PRICE):
+    if tp == 1 or may_be_split(graph.told(propagate), tp):
         return graph
     gathered = gather_all(graph)
-    return gathered if candidates(propagate(gathered), tp, AT_ANY_PRICE) else graph
+    return gathered if may_be_split(gathered.told(propagate), tp) else graph
 
 
 def gather_needed(graph: Graph, splits: Mapping[str, Layout]) -> Graph:
     """The same function, with those products gathered of which a plan splits columns that the
     graph needs whole: the logits of a head, for a loss that the plan was made without.
     """
-    dims = propagate(graph)
+    dims = graph.told(propagate)
     whole = needed_whole(dims, planned_factors(dims, splits))
 
     def is_needed(node: Node) -> bool:

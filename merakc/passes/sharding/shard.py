@@ -13,7 +13,7 @@ from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Factor, atoms, layout
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.propagate import propagate
-from merakc.passes.sharding.sequences.context import split_context
+from merakc.passes.sharding.sequences.context import SequenceCut, cut_sequences, split_context
 from merakc.passes.sharding.sequences.sequence import split_sequences
 
 
@@ -36,11 +36,11 @@ def shard(
     sequence, with the same parameters, but for those of experts with `expert_parallel`, to which
     rows go in the shares of `expert_load`. Raises `ShardError` where nothing can be split.
     """
-    dims = propagate(graph)
+    dims = graph.told(propagate)
     context = None
     if cp > 1:
-        whole = sharding_of(dims, set(), cp)
-        context = split_context(dims, whole, expert_load if expert_parallel else None, tp=tp)
+        cut = graph.told(_cut_sequences, cp, expert_parallel)
+        context = split_context(cut, expert_load if expert_parallel else None, tp=tp)
     if tp == 1 and context is not None:
         return replace(sharding_of(dims, set(), 1), context=context)
     chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)
@@ -50,6 +50,12 @@ def shard(
         context = replace(context, layouts=own)
     sharding = replace(sharding, context=context)
     return split_sequences(dims, sharding, chosen) if sequence_parallel else sharding
+
+
+def _cut_sequences(graph: Graph, cp: int, expert_parallel: bool) -> SequenceCut:
+    """The sequences of a graph over `cp` ranks: whatever tp is, the same."""
+    dims = graph.told(propagate)
+    return cut_sequences(dims, sharding_of(dims, set(), cp), sends=expert_parallel)
 
 
 def sharding_of(dims: Dims, chosen: set[Factor], tp: int) -> Sharding:

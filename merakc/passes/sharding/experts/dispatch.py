@@ -8,23 +8,78 @@ depends on it shows (`without_rows`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from merakc.errors import ShardError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout, block_sums
 from merakc.kernels.ops import STARTS
 from merakc.passes.sharding.dims import Dims, given
-from merakc.passes.sharding.experts.blocks import Experts
+from merakc.passes.sharding.experts.blocks import Experts, in_the_way
+from merakc.passes.sharding.experts.ends import GROUPED
+from merakc.passes.sharding.experts.refusals import nearest
 from merakc.passes.sharding.factors import leaves
-from merakc.passes.sharding.layouts import Dispatched, Sharding
+from merakc.passes.sharding.layouts import Dispatched, SequenceSplit, Sharding
 
 Rule = Callable[[Node], Dims]
 STACK = "aten.stack.default"
 SLICED = "aten.slice_backward.default"
 EXCHANGES = ("merakc.dispatch.default", "merakc.combine.default")
+
+
+class Mixtures(Protocol):
+    """A graph whose experts were looked for."""
+
+    dims: Dims
+    graph: Graph
+    experts: tuple[Experts, ...]
+
+    def rule(self, node: Node) -> Dims:
+        """The dims of a node by itself."""
+
+
+def _fault(problem: Mixtures) -> str:
+    """What stands in the way of blocks."""
+    node = next(in_the_way(problem.dims, problem.rule), None)
+    if node is None:
+        return ""
+    told = f"{node.op} at {node.source}"
+    told = f"where the groups of {told} end" if node.op == GROUPED else told
+    return f": {told} is not known to follow from the sorted numbers, or from each row, alone"
+
+
+def with_experts(problem: Mixtures, sharding: Sharding, load: Sequence[float], tp: int) -> Sharding:
+    """The same sharding with the experts of each sequence on ranks of their own, of each of `tp`.
+    Raises `ShardError` where some of them, or all, are not found.
+    """
+    every, layouts, sequences = 0, dict(sharding.layouts), []
+    for sequence in sharding.sequences:
+        blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
+        parts = sequence.layouts.values()
+        own, weights = dispatched(
+            problem.dims, problem.rule, blocks, sharding.tp, parts, load, tp=tp
+        )
+        layouts |= weights
+        every += len(blocks)
+        sequences.append(replace(sequence, dispatched=own))
+    graph = problem.graph
+    if left := [n for n in graph.nodes if n.op == GROUPED and not _among(n.name, sequences)]:
+        raise ShardError(
+            f"ep={sharding.tp}: the experts at {left[0].source} are not found to compute row by "
+            f"row, so that their rows cannot be sent{_fault(problem)}; use ep=1"
+        )
+    if not every:
+        raise ShardError(
+            f"ep={sharding.tp}: no experts are found (products of groups of rows, sorted by "
+            f"expert, or a loop over experts){nearest(graph)}; use ep=1"
+        )
+    return replace(sharding, layouts=layouts, sequences=tuple(sequences))
+
+
+def _among(name: str, sequences: Iterable[SequenceSplit]) -> bool:
+    return any(name in one.nodes for s in sequences for one in s.dispatched)
 
 
 def dispatched(

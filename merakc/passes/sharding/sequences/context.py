@@ -28,10 +28,9 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
-from merakc.passes.sharding.experts.blocks import Experts, find_experts, in_the_way
-from merakc.passes.sharding.experts.dispatch import dispatched
+from merakc.passes.sharding.experts.blocks import Experts, find_experts
+from merakc.passes.sharding.experts.dispatch import with_experts
 from merakc.passes.sharding.experts.ends import GROUPED
-from merakc.passes.sharding.experts.refusals import nearest
 from merakc.passes.sharding.factors import Factor, atoms, leaves, size
 from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
@@ -43,76 +42,52 @@ from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 ROWS_DIM = 2  # of queries
 
 
-def split_context(
-    dims: Dims, sharding: Sharding, expert_load: Sequence[float] | None = None, *, tp: int = 1
-) -> Sharding:
-    """The sharding of a graph of which nothing is split, with its sequences split over the ranks,
-    of each of `tp`; with an `expert_load`, of which none is even, experts are too, each with its
-    weights on one of the ranks, and where samples divide these are split, not sequences. Without,
-    ranks leave their parts of weights' gradients to be added up with those of dp.
+@dataclass(frozen=True, slots=True)
+class SequenceCut:
+    """The sequences of a graph that are cut over ranks, each of one dim, and the nodes that then
+    give parts of sums.
+    """
+
+    problem: ContextProblem
+    splits: Mapping[Factor, SequenceSplit]
+    sums: frozenset[str]
+
+
+def cut_sequences(dims: Dims, sharding: Sharding, *, sends: bool) -> SequenceCut:
+    """The sequences of a graph of which nothing is split, cut over the ranks of the sharding, which
+    send rows to experts on each other where it `sends`: then the samples are, where these divide.
 
     Of models as small as in tests it asks what a large one would do, and, where that splits
     nothing, what would be split if sending cost nothing. Raises `ShardError` where no dim of the
-    activations can be split, or no experts are found on what is.
+    activations can be split.
     """
     for prices in (LIKE_LARGE, AT_ANY_PRICE):
-        problem = ContextProblem(dims, sharding, prices, sends=expert_load is not None)
+        problem = ContextProblem(dims, sharding, prices, sends=sends)
         if found := problem.sample_splits() or problem.sequence_splits():
-            break
-    else:
-        raise ShardError(
-            f"cp={sharding.tp}: no dim of {sharding.tp} or more elements of activations, beside "
-            "those of samples and of weights, runs through the graph, so that no sequence can be "
-            "split; use cp=1"
-        )
-    sums = {n for factor, s in found.items() for n in s.nodes if problem.is_sum(n, factor)}
-    splits = exchange_heads(problem, found, sums, tp)
-    sharding = replace(sharding, sequences=splits, partial=sharding.partial | sums)
-    if expert_load is not None:
-        return _with_experts(problem, sharding, expert_load, tp)
-    return replace(sharding, sums=gradient_sums(dims.graph, splits))
+            sums = (n for factor, s in found.items() for n in s.nodes if problem.is_sum(n, factor))
+            return SequenceCut(problem, found, frozenset(sums))
+    raise ShardError(
+        f"cp={sharding.tp}: no dim of {sharding.tp} or more elements of activations, beside "
+        "those of samples and of weights, runs through the graph, so that no sequence can be "
+        "split; use cp=1"
+    )
 
 
-def _fault(problem: ContextProblem) -> str:
-    """What stands in the way of blocks."""
-    node = next(in_the_way(problem.dims, problem.rule), None)
-    if node is None:
-        return ""
-    told = f"{node.op} at {node.source}"
-    told = f"where the groups of {told} end" if node.op == GROUPED else told
-    return f": {told} is not known to follow from the sorted numbers, or from each row, alone"
-
-
-def _with_experts(
-    problem: ContextProblem, sharding: Sharding, load: Sequence[float], tp: int
+def split_context(
+    cut: SequenceCut, expert_load: Sequence[float] | None = None, *, tp: int = 1
 ) -> Sharding:
-    """The same with experts on ranks of their own."""
-    every, layouts, sequences = 0, dict(sharding.layouts), []
-    for sequence in sharding.sequences:
-        blocks = [b for b in problem.experts if b.nodes[0] in sequence.nodes]
-        parts = sequence.layouts.values()
-        own, weights = dispatched(
-            problem.dims, problem.rule, blocks, sharding.tp, parts, load, tp=tp
-        )
-        layouts |= weights
-        every += len(blocks)
-        sequences.append(replace(sequence, dispatched=own))
-    graph = problem.graph
-    if left := [n for n in graph.nodes if n.op == GROUPED and not _among(n.name, sequences)]:
-        raise ShardError(
-            f"ep={sharding.tp}: the experts at {left[0].source} are not found to compute row by "
-            f"row, so that their rows cannot be sent{_fault(problem)}; use ep=1"
-        )
-    if not every:
-        raise ShardError(
-            f"ep={sharding.tp}: no experts are found (products of groups of rows, sorted by "
-            f"expert, or a loop over experts){nearest(graph)}; use ep=1"
-        )
-    return replace(sharding, layouts=layouts, sequences=tuple(sequences))
-
-
-def _among(name: str, sequences: Iterable[SequenceSplit]) -> bool:
-    return any(name in one.nodes for s in sequences for one in s.dispatched)
+    """The sharding of a graph of which nothing but its sequences is split, for each of `tp` ranks;
+    with an `expert_load`, of which none is even, experts are too, each with its weights on one of
+    the ranks. Without, ranks leave their parts of weights' gradients to be added up with those of
+    dp. Raises `ShardError` where no experts are found on what is cut.
+    """
+    problem = cut.problem
+    splits = exchange_heads(problem, cut.splits, cut.sums, tp)
+    whole = problem.sharding
+    sharding = replace(whole, sequences=splits, partial=whole.partial | cut.sums)
+    if expert_load is not None:
+        return with_experts(problem, sharding, expert_load, tp)
+    return replace(sharding, sums=gradient_sums(problem.graph, splits))
 
 
 @dataclass(frozen=True, slots=True)
