@@ -288,7 +288,8 @@ def _planned(job: Job, *, neighbours: bool) -> Found:
             error = "" if fits else str(used.error or "does not fit")
             found = dataclasses.replace(found, used_s=step_s, used_error=error)
         if neighbours:
-            near = list(_near({name: getattr(strategy, name) for name in AXES}))
+            axes = [*AXES, *["cp"] * (offers.tables[job.sequence].experts > 1)]
+            near = list(_near({name: getattr(strategy, name) for name in axes}))
             every = [(str(fixed), at(fixed).verdict) for fixed in near]
             steps = [(text, v.step_s) for text, v in every if v and v.fits]
             limit_s = found.step_s * (1 - MOST_FASTER)
@@ -306,14 +307,21 @@ def _source(job: Job, folder: Path) -> str:
 
 
 def _near(degrees: Mapping[str, int]) -> Iterator[Mapping[str, Any]]:
-    """Degrees of which one is doubled and one halved, and these with other decisions."""
-    yield degrees
-    for more, less in permutations(AXES, 2):
+    """Degrees of which one is doubled and one halved, and these with other decisions. Ranks of cp
+    share experts.
+    """
+    given = _with_experts(degrees)
+    yield given
+    for more, less in permutations(degrees, 2):
         if degrees[less] % 2 == 0:
-            yield {**degrees, more: 2 * degrees[more], less: degrees[less] // 2}
+            yield _with_experts({**degrees, more: 2 * degrees[more], less: degrees[less] // 2})
     for name, values in OTHERS.items():
         for value in values:
-            yield {**degrees, name: value}
+            yield {**given, name: value}
+
+
+def _with_experts(degrees: Mapping[str, int]) -> Mapping[str, Any]:
+    return {**degrees, "expert_parallel": degrees["cp"] > 1} if "cp" in degrees else degrees
 
 
 def rows_of(found: Mapping[str, Found]) -> list[list[str]]:

@@ -43,6 +43,15 @@ def test_a_job_is_planned_with_what_is_near(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows_of({"small": found})[1][0] == "small"
 
 
+def test_near_a_plan_are_other_ranks_of_experts() -> None:
+    near = list(real_jobs._near({"dp": 1, "tp": 1, "pp": 2, "cp": 2}))
+    assert near[0] == {"dp": 1, "tp": 1, "pp": 2, "cp": 2, "expert_parallel": True}
+    assert {"dp": 2, "tp": 1, "pp": 2, "cp": 1, "expert_parallel": False} in near
+    assert {"dp": 1, "tp": 1, "pp": 1, "cp": 4, "expert_parallel": True} in near
+    assert all("cp" in one for one in near)
+    assert not any("cp" in one for one in real_jobs._near({"dp": 1, "tp": 1, "pp": 2}))
+
+
 def test_what_a_job_misses() -> None:
     good = Found(MOST_S, MOST_BYTES, "dp=1", 1.0, used_s=0.995)
     assert not problems(good)

@@ -265,7 +265,7 @@ class _Window:
         if now in self.unread:
             self.unread.remove(now)
             self.seen.append(now)
-        for then in self.gathered[self.place + 1 :][: self.ahead]:
+        for then in self.gathered[self.place + 1 : self.place + 1 + self.ahead]:
             if then in self.seen and then is not now:
                 return  # it is to stay
             if then in self.unread or then is now:
