@@ -136,11 +136,6 @@ class Steps:
         """What is recorded: the model, with the loss where that is outside it."""
         return self.source if self.loss is None else WithLoss(self.source, self.loss)
 
-    @property
-    def forward_alone(self) -> nn.Module:
-        """The model without a loss that is outside it."""
-        return self.source if self.loss is None else WithLoss(self.source, None)
-
     def key(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: BatchLayout, form: Form
     ) -> tuple[Any, ...]:
@@ -288,8 +283,7 @@ class Steps:
     def bind(self) -> None:
         """Binds the axes of graphs to this model's groups: another model may have other groups."""
         for axis in AXES:
-            group = self.groups.axis(axis)
-            if group is not None:
+            if (group := self.groups.axis(axis)) is not None:
                 bind_axis(axis, group)
 
     def draw(self, step: CompiledStep) -> int:

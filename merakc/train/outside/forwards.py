@@ -14,6 +14,7 @@ from torch import nn
 
 from merakc.batches.split import batch_size_of, call_arguments
 from merakc.frontend.calls.around import check_around
+from merakc.frontend.values.outside import WithLoss
 from merakc.ir.batches import Rows
 from merakc.runtime.health.job import call
 from merakc.runtime.part import plain
@@ -99,7 +100,8 @@ class Forwards(Mirror):
     @property
     def _alone(self) -> nn.Module:
         """What is recorded, without a loss that is outside it."""
-        return self._own("_steps").forward_alone  # type: ignore[no-any-return]
+        source: nn.Module = self._own("_steps").source
+        return source if self._own("_steps").loss is None else WithLoss(source, None)
 
     @torch.no_grad()
     def _outputs(
