@@ -59,7 +59,7 @@ class _Finder:
             return node
 
     def _attention(self, node: Node) -> Node:
-        _need(node.op == MATMUL and len(node.spec.shape) == 4)
+        _need(node.op == MATMUL and node.grad and len(node.spec.shape) == 4)
         shares, value = node.args
         scores, sink = self._parts(self._softmax(shares))
         query, key, scale, mask = self._scores(scores)
@@ -75,7 +75,9 @@ class _Finder:
         """The node of one of these ops that makes a value which nothing else reads."""
         _need(isinstance(ref, Ref) and ref.node in self.nodes and self.uses[ref] == 1)
         node = self.nodes[ref.node]
-        if node.op in SAME or (node.op == "aten.to.dtype" and node.op not in ops):
+        _need(node.grad)  # so that the one call's gradients are those of the calls
+        casts = node.op == "aten.to.dtype" and node.spec.dtype.is_floating_point
+        if node.op in SAME or casts:
             return self._of(node.args[0], *ops)
         _need(node.op in ops)
         return node
@@ -121,7 +123,7 @@ class _Finder:
     def _read(self, ref: Ref, ops: Set[str]) -> Ref:
         """What the node of one of these ops reads that makes a value."""
         node = self.nodes.get(ref.node)
-        if node is None or node.op not in ops:
+        if node is None or node.op not in ops or not node.grad:
             raise _NotOneError
         read: Ref = node.args[0]
         return read
@@ -133,7 +135,8 @@ class _Finder:
             return (*self._products(ref), None)
         _need(len(node.args) == 2 and not node.kwargs)
         for own, mask in (node.args, node.args[::-1]):
-            if isinstance(mask, Ref) and mask not in self.grads:
+            is_mask = isinstance(mask, Ref) and mask not in self.grads
+            if is_mask and self.specs[mask].dtype.is_floating_point:  # others say who is seen
                 with suppress(_NotOneError):
                     return (*self._products(own), mask)
         raise _NotOneError

@@ -102,6 +102,12 @@ def test_it_is_one_call_that_computes_the_same(steps: dict[str, Step]) -> None:
     "steps",
     [
         {"masked": lambda m, scores, mask: scores + m.bias},  # would get no gradient
+        {"masked": lambda m, scores, mask: scores + (mask == 0)},  # adds one, and hides nothing
+        {"shares": lambda shares: (shares[..., :-1] * 9).to(torch.int32).to(torch.float64)},
+        {"shares": lambda shares: shares[..., :-1].to(torch.int32).to(torch.float64)},
+        {"softmax": lambda x: torch.no_grad()(softmax_of)(x)},
+        {"scores": lambda m, q, k: torch.no_grad()(lambda: q @ k.transpose(2, 3) * 0.3)()},
+        {"sinks": lambda m, s: torch.no_grad()(sinks_of)(m, s)},
         {"sinks": lambda m, scores: scores.mean(-1, keepdim=True)},  # one of each query
         {"sinks": lambda m, s: m.sinks.sum().view(1, 1, 1, 1).expand(BATCH, HEADS, LENGTH, 1)},
         {"shares": lambda shares: shares[..., 1:]},
