@@ -97,12 +97,13 @@ class Elements(OfAWhole, torch.Tensor):
     ) -> Any:
         """See the module's text."""
         is_plain = func in _OFTEN and type(args[0]) in Known and (len(args) < 2 or args[1] is None)
-        if not (is_plain or is_stepping()) and any(
-            isinstance(x, Share) for x in pytree.tree_leaves((args, kwargs))
-        ):
+        if is_plain or is_stepping():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs) if kwargs else func(*args)
+        if any(isinstance(x, Share) for x in pytree.tree_leaves((args, kwargs))):
             return called(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args) if is_plain else _called(func, args, kwargs or {})
+            return _called(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of a part, as a state dict has it, which says so."""
@@ -214,7 +215,7 @@ def _told_apart(of: Any) -> torch.Tensor:
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A call of torch's with elements among its arguments."""
-    if is_stepping() or func in _AS_THEY_ARE:
+    if func in _AS_THEY_ARE:
         return func(*args, **kwargs)
     if func == _DATA:  # so that what is written there is noticed
         func = torch.Tensor.detach
