@@ -195,8 +195,9 @@ def comparison_table(runs: Sequence[Run], single: Run) -> Table:
         table.add_column(column, justify="right" if column else "default")
     predicted, measured = prediction.step_s, median_step_s(runs[0])
     table.add_row("step", format_seconds(predicted), format_seconds(measured))
+    mesh = runs[0].plan.decisions.mesh
     for rank, run in enumerate(runs):
-        expected = format_bytes(prediction.peak_bytes[rank])
+        expected = format_bytes(prediction.peak_bytes[mesh.coordinates(rank)[1]])
         table.add_row(f"peak of rank {rank}", expected, format_bytes(run.peak_bytes))
     table.add_section()
     table.add_row("step of one process", "", format_seconds(median_step_s(single)))
