@@ -32,8 +32,10 @@ class Precision:
         for name in names:
             if name not in _FLOATS:
                 raise ConfigError(f"precision: dtype {name!r} is not one of {', '.join(_FLOATS)}")
-        widest = torch.promote_types(self.dtype("compute"), self.dtype("gradients"))
-        if torch.promote_types(widest, self.dtype("master")) != self.dtype("master"):
+        with torch._C.DisableTorchFunction():  # a mode that lifts casts lifts these, too
+            widest = torch.promote_types(self.dtype("compute"), self.dtype("gradients"))
+            held = torch.promote_types(widest, self.dtype("master"))
+        if held != self.dtype("master"):
             raise ConfigError(
                 f"precision: masters of {self.master} do not hold what is computed in "
                 f"{self.compute} with gradients of {self.gradients}; give a wider dtype"

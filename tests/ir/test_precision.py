@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from merakc.equality.casts import lifted_casts
 from merakc.errors import ConfigError
 from merakc.ir.precision import Precision, parse_precision
 
@@ -29,3 +30,8 @@ def test_unknown_names_and_narrow_masters_are_refused() -> None:
         Precision("int8", "float32")
     with pytest.raises(ConfigError, match="masters of bfloat16 do not hold"):
         Precision("float16", "float16", "bfloat16")
+
+
+def test_a_mode_that_lifts_casts_does_not_reach_it() -> None:
+    with lifted_casts():
+        assert Precision("bfloat16", "bfloat16").master == "float32"

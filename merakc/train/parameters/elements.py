@@ -9,7 +9,7 @@ parts is an error. Optimizers see plain tensors: nothing here stands in the way 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +142,7 @@ def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
         source = Source(name, owners, tuple(whole), tuple(parameter.shape), is_part, place)
         if parameter.requires_grad:
             parameter.register_hook(partial(_known, source))  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(_Tell(source))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_tell)  # type: ignore[no-untyped-call]
         parameter.__class__ = HeldParameter
         parameter.source = source  # type: ignore[attr-defined]
 
@@ -169,18 +169,12 @@ def told_buffers(
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Tell:
-    source: Source
-
-    @torch.enable_grad()  # or users could write to it under `no_grad` alone
-    def __call__(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if type(gradient) is torch.Tensor:
-            parameter.grad = _of(self.source, gradient)
-
-    def __deepcopy__(self, _: object) -> _Tell:
-        return self
+@torch.enable_grad()  # or users could write to it under `no_grad` alone
+def _tell(parameter: HeldParameter) -> None:
+    """A hook that refers to no parameter: Python does not collect what such a hook keeps."""
+    gradient = parameter.grad
+    if type(gradient) is torch.Tensor:
+        parameter.grad = _of(parameter.source, gradient)
 
 
 def _of(source: Source, tensor: torch.Tensor, views: tuple[str, ...] = ()) -> Elements:

@@ -9,7 +9,6 @@ Owners are dealt out by the arithmetic of products of their matrices, the most f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
 
@@ -24,6 +23,7 @@ from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, place_of, plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
+from merakc.train.parameters.norms import kept_by_its_model
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.stepping import is_closure
 
@@ -34,16 +34,16 @@ TRAVEL_BYTES = 2**24
 Pieces = list[list[torch.Tensor]]  # by rank of a group
 
 
-@dataclass(frozen=True, eq=False)
 class Home:
     """Where a rank's model holds its parameters."""
 
-    groups: Groups
-    sharded: ShardedState | None
+    def __init__(self, groups: Groups, sharded: ShardedState | None) -> None:
+        self.groups, self.sharded = groups, kept_by_its_model(sharded)
 
     def bucket(self, name: str) -> Bucket | None:
         """The bucket whose shards are parts of a parameter, if there is one."""
-        found = self.sharded.bucket_of.get(name) if self.sharded else None
+        sharded = self.sharded()
+        found = sharded.bucket_of.get(name) if sharded else None
         return found if found is not None and found.groups.block is not None else None
 
     @cached_property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
+from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups, ShardGroups
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
@@ -22,6 +24,24 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _PAIRS: dict[str, Combine] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
+def kept_by_its_model(sharded: ShardedState | None) -> Callable[[], ShardedState | None]:
+    """The buckets, for what lives as long as parameters or their gradients: it must not keep them.
+
+    Raises `ConfigError` where nobody has the model any more.
+    """
+    found = ref(sharded) if sharded is not None else None
+
+    def state() -> ShardedState | None:
+        if found is not None and found() is None:
+            raise ConfigError(
+                "an optimizer's step on parameters of a model that is gone: keep the model that "
+                "auto_parallel returns for as long as its parameters are trained"
+            )
+        return found() if found is not None else None
+
+    return state
+
+
 class Owners:
     """Which rank's elements of a model's parameters count, and sums over the ranks of them."""
 
@@ -32,7 +52,7 @@ class Owners:
         sharded: ShardedState | None,
         device: torch.device,
     ) -> None:
-        self.groups, self.device, self.sharded = groups, device, sharded
+        self.groups, self.device, self.sharded = groups, device, kept_by_its_model(sharded)
         self.placements = {n: p for n, p in placements.items() if p.is_parameter}
         self.place = {name: k for k, name in enumerate(self.placements)}
         _, pipeline_rank, lane = groups.coordinates

@@ -120,7 +120,7 @@ def check(optimizer: Optimizer) -> None:
     is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
     if is_asked and type(optimizer) not in _declared:
         needed = _needed(optimizer, groups, held)
-        check_reach(type(optimizer).__name__, {h.name: h.home.sharded for h in held if needed})
+        check_reach(type(optimizer).__name__, {h.name: h.home.sharded() for h in held if needed})
         if needed is WholeTensors:
             homes = {p: holdings[p].home for group in groups for p in group if p in holdings}
             bringing[optimizer] = WholeTensors(optimizer, homes)

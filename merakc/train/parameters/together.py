@@ -86,7 +86,8 @@ class Together(Bringing):
 def _everywhere(owners: Owners, own: Mapping[str, torch.Tensor]) -> Tensors:
     """Whole tensors, on every rank, of all ranks' parts of them; collective."""
     local = {n: t for n, t in own.items() if n in owners.held}
-    parts = list(owners.sharded.wholes(local)) if owners.sharded else []
+    sharded = owners.sharded()
+    parts = list(sharded.wholes(local)) if sharded else []
     mesh, rank = owners.groups.mesh, owners.groups.rank
     found = gather_full(local, parts, owners.placements, mesh, rank)
     for name in from_rank_0(lambda: list(found)):

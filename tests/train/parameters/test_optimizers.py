@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from pytorch_optimizer import SOAP
 from torch import nn
 
 import merakc
+from merakc.equality.ranks import run_ranks
 from merakc.errors import ConfigError
 from merakc.ir.layout import parse_layout
 from merakc.ir.program import Mesh
@@ -20,8 +24,13 @@ from merakc.runtime.part import Place, places
 from merakc.train.parameters import optimizers
 from merakc.train.parameters.matrices import Home, WholeTensors
 from merakc.train.parameters.together import Together
+from tests.train.parameters.test_idioms import built, loss_of
 from tests.train.parameters.test_norms import Tied, batch
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"offload": "optimizer"},
+    "dp 2": {"dp": 2, "state_shards": "zero-1"},
+}
 PIPELINE = Home(Groups(Mesh(1, 2, 2), 0), None)
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -185,3 +194,28 @@ def test_an_optimizer_that_was_made_too_early() -> None:
     parallel(batch(0, 1))["loss"].backward()
     with pytest.raises(ConfigError, match=r"holds 'a\.weight' as it was before auto_parallel"):
         optimizer.step()
+
+
+def _left_behind(layout: dict[str, Any]) -> int:
+    """How many parameters are there yet when nobody has a model any more that was trained."""
+
+    def trained() -> list[Any]:
+        model = built(layout)
+        kinds = [torch.optim.AdamW]
+        if "offload" not in layout:
+            kinds += [torch.optim.Adafactor, torch.optim.LBFGS]
+        for optimizer in [kind(model.parameters()) for kind in kinds]:
+            loss_of(model).backward()
+            optimizer.step(partial(loss_of, model))
+        return [weakref.ref(parameter) for parameter in model.parameters()]
+
+    found = trained()
+    gc.collect()
+    return sum(parameter() is not None for parameter in found)
+
+
+@pytest.mark.filterwarnings("ignore:.*updates all parameters together")
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_model_that_nobody_has_is_let_go(layout: dict[str, Any]) -> None:
+    ranks = 1 if "offload" in layout else 2
+    assert run_ranks(ranks, _left_behind, layout, timeout_s=100.0) == [0] * ranks
