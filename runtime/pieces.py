@@ -98,7 +98,6 @@ class Stage:
         compiled: dict[int, Piece] = {}
         self.pieces: dict[tuple[tuple[ActionKind, ...], ActionKind], Piece | None] = {}
         rewritten: set[str] = set()
-        written = chunk.written
         for order in dict.fromkeys(self.orders.values()):
             later: frozenset[str] = frozenset()
             graphs = chunk.pieces(order)
@@ -112,7 +111,7 @@ class Stage:
                 self.pieces[order, kind] = replace(compiled[id(graph)], leaves=later)
                 if kind is not ActionKind.FORWARD:
                     later |= chunk.taken(graph)
-                    rewritten |= {i.name for i in graph.inputs if i.target in written}
+                    rewritten |= {i.name for i in graph.inputs if chunk.rewrites(i)}
         self.rewritten = tuple(sorted(rewritten))
         for key, piece in self.pieces.items():
             if piece is not None:
@@ -156,7 +155,11 @@ class Stage:
         return Hooks(
             fetch=sharded.fetch,
             sink=self._sink,
-            fetched={i.name: i.target for i in graph.inputs if i.target in sharded.bucket_of},
+            fetched={
+                i.name: i.target
+                for i in graph.inputs
+                if i.kind is InputKind.PARAMETER and i.target in sharded.bucket_of
+            },
             sunk=sunk | of_bucket,
             place=self._place,
             added={

@@ -28,7 +28,7 @@ from merakc.frontend.python.files import no_files
 from merakc.frontend.replaced import replaced
 from merakc.frontend.source import near_line, user_line
 from merakc.frontend.values.symbols import is_symbolic
-from merakc.ir.graph import Output, OutputKind, Ref
+from merakc.ir.graph import InputKind, Output, OutputKind, Ref
 
 Path = tuple[Any, ...]
 UNCHECKED = "a check of values that follow from parameters or draws does not run,"
@@ -177,7 +177,9 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
                 f"the forward sets attributes of '{name}' of the batch ({', '.join(sorted(new))}), "
                 "which a compiled step does not; put what they hold into the batch"
             )
-        if spec_of(x) != next(i.spec for i in self.inputs if i.target == name):
+        if spec_of(x) != next(
+            i.spec for i in self.inputs if i.kind is InputKind.BATCH and i.target == name
+        ):
             raise RecordError(
                 f"{where}the forward changes the shape of '{name}' of the batch in place; use the "
                 "call without the underscore"

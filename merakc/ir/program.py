@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Literal
 
-from merakc.ir.graph import Graph, InputKind, OutputKind
+from merakc.ir.graph import Graph, Input, InputKind, OutputKind
 
 # The axis whose neighbours are closer, after those of tp.
 Inner = Literal["pp", "dp"]
@@ -317,13 +317,16 @@ class StageGraphs:
         inputs = self.forward.inputs
         return frozenset(i.name for i in inputs if i.kind is InputKind.PARAMETER)
 
+    def rewrites(self, item: Input) -> bool:
+        """Whether an input of a piece is a buffer that the forward writes."""
+        return item.kind is InputKind.BUFFER and item.target in self.written
+
     def taken(self, piece: Graph) -> frozenset[str]:
         """The keys of what a piece after the forward takes from its micro-batch, and not from the
         batch or the state; of a buffer that the forward writes it takes the value from before.
         """
         held = (InputKind.SAVED, InputKind.ACTIVATION, InputKind.TANGENT)
-        written = self.written
-        return frozenset(i.key for i in piece.inputs if i.kind in held or i.target in written)
+        return frozenset(i.key for i in piece.inputs if i.kind in held or self.rewrites(i))
 
 
 @dataclass(frozen=True, slots=True)

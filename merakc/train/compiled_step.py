@@ -206,7 +206,8 @@ class CompiledStep:
         for node in reversed(graph.nodes):
             if node.name in found:
                 found.update(ref.node for ref in node.refs)
-        return frozenset(i.target for i in graph.inputs if i.name in found) & self.writes
+        buffers = [i for i in graph.inputs if i.kind is InputKind.BUFFER]
+        return frozenset(i.target for i in buffers if i.name in found) & self.writes
 
     @cached_property
     def head_results(self) -> frozenset[str]:

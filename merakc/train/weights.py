@@ -40,7 +40,7 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     """
     graph, stages, sharding = lowered.loss.graph, lowered.stages.graphs, lowered.stages.sharding
     known = lowered.loss.known
-    everywhere = {i.target for i in known.part.inputs} if known else set()
+    everywhere = {i.target for i in known.part.inputs if i.kind in STATE} if known else set()
     refs = {o.name: o.ref for o in graph.outputs if o.kind is OutputKind.BUFFER}
     refs |= {i.target: Ref(i.name) for i in graph.inputs if i.kind in STATE}
     holders: dict[str, set[int]] = {}

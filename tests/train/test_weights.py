@@ -199,3 +199,49 @@ def test_buffers_may_stand_in_any_order_and_parameters_in_one(layout: dict[str, 
     for text in run_ranks(2, listed_otherwise, layout, True):
         assert "the ranks differ in names, order and shapes of parameters" in str(text)
         assert "PYTHONHASHSEED" in str(text)
+
+
+class Named(nn.Module):
+    """Its batch has the names of a parameter and of a buffer, and a parameter that of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.loss, self.w = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.ones(2))
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.full((2,), 0.5))
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """The loss, weighed by samples."""
+        y = (self.layers(x) * self.w.sum() * self.seen.sum()).square().mean(1)
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(x.mean(), alpha=0.1)
+        return (y * w).sum() / w.sum() * seen + self.loss.square()
+
+
+def train_named(options: dict[str, object]) -> list[object]:
+    """Losses, gradients and state of two steps."""
+    batch = {"x": torch.arange(8.0 * WIDTH).view(8, WIDTH).sin().double()}
+    batch |= {"w": torch.arange(1.0, 9.0).double(), "seen": torch.tensor(2.0).double()}
+    model, found = build(Named), list[object]()
+    if options:
+        example = {k: v.chunk(2)[0] if v.dim() and "dp" in options else v for k, v in batch.items()}
+        model = merakc.auto_parallel(model, example, cluster=NOMINAL_CPU, **options)
+        shared = {"seen": batch.pop("seen")}
+        batch = {**part(batch, model), **shared}
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        found += [loss.detach(), model.full_gradients() if options else grads]
+    return [*found, {**(model.full_state_dict() if options else model.state_dict())}]
+
+
+@pytest.mark.parametrize(
+    "options", [{"pp": 2, "micro_batches": 2}, {"dp": 2, "state_shards": "zero-3"}]
+)
+def test_names_are_those_of_their_kind(options: dict[str, object]) -> None:
+    """A batch, the state and the loss may share names."""
+    found, wanted = run_ranks(2, train_named, options)[0], train_named({})
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)

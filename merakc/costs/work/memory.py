@@ -74,9 +74,8 @@ def order_bytes(
     for piece in reversed(pieces[1:]):
         kept.append(kept[-1] | (chunk.taken(piece) if piece else frozenset()))
     held = {i.name: _memory(i, "received") for i in chunk.forward.inputs if _is_received(i)}
-    written = chunk.written
     for item in chunk.forward.inputs:
-        if item.name in kept[-1] and item.target in written:
+        if item.name in kept[-1] and chunk.rewrites(item):
             held[item.name] = _memory(item, "copied")
     found = []
     for kind, piece, leaves in zip(order, pieces, reversed(kept), strict=True):

@@ -112,7 +112,10 @@ def attention(
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = torch.softmax(scores, -1)
+    softmax = (
+        torch.softmax if attn_mask is None else torch._safe_softmax
+    )  # of rows that see nothing
+    weights = softmax(scores, -1)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)
@@ -142,7 +145,8 @@ def batch_norm(
         )
     with torch.no_grad():
         dims = [d for d in range(x.dim()) if d != 1]
-        variance, mean = torch.var_mean(x, dims, unbiased=True)
+        wide = x.to(torch.promote_types(x.dtype, running_var.dtype))  # statistics may not fit x's
+        variance, mean = torch.var_mean(wide, dims, unbiased=True)
         running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
         running_var.copy_(running_var * (1 - momentum) + variance * momentum)
     return normalise(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)

@@ -130,7 +130,8 @@ class Reads:
         Answers stand for themselves from the first on that the recording was not given: what would
         be asked behind it is not known.
         """
-        given = {Ref(i.name): batch[i.target] for i in self.graph.inputs if i.target in batch}
+        inputs = [i for i in self.graph.inputs if i.kind is InputKind.BATCH]
+        given = {Ref(i.name): batch[i.target] for i in inputs if i.target in batch}
         reader = Reader(self.graph.inputs, self.graph.nodes, self.graph.constants, self.sources)
         reader.given = {ref: tensor.detach() for ref, tensor in given.items()}
         found: list[Answer] = []

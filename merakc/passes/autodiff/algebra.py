@@ -169,12 +169,12 @@ def _joined_parts(graph: _Rewriter, node: Node) -> list[Node] | None:
 
 
 def _added_there(graph: _Rewriter, node: Node) -> list[Node] | None:
-    """A sum with values that were scattered into zeros: scattered into the other."""
+    """A sum with values that were scattered into zeros of its shape: scattered into the other."""
     if node.op != ADD or len(node.args) != 2 or node.kwargs:
         return None
     for other, scattered in (node.args, node.args[::-1]):
         scatter = graph.only_here(scattered, SCATTER)
-        if scatter is None or not isinstance(other, Ref):
+        if scatter is None or not isinstance(other, Ref) or scatter.spec != node.spec:
             continue
         zeros = graph.made.get(scatter.args[0].node)
         if zeros is not None and zeros.op in ZEROS and graph.specs[other] == node.spec:

@@ -8,6 +8,7 @@ copies of one value fewer are made where only some are read (`merakc.passes.batc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -137,8 +138,13 @@ class _Writer:
         self.nodes.append(replace(node, op=FULL, args=(node.spec.shape, value), kwargs=kwargs))
 
     def joined(self, node: Node) -> None:
-        """Writes a concatenation without the tensors that are empty."""
+        """Writes a concatenation without the tensors that are empty, of which one may say the
+        dtype.
+        """
         full = tuple(r for r in node.args[0] if self.specs[r].numel)
+        dtypes = [self.specs[r].dtype for r in full]
+        if dtypes and functools.reduce(torch.promote_types, dtypes) != node.spec.dtype:
+            full = ()
         args = (full or node.args[0], *node.args[1:])
         self.nodes.append(node if args == node.args else node.reading(args))
 

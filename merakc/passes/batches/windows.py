@@ -77,7 +77,7 @@ class _Writer:
             return None
         source = node.refs[0]
         shape = self.specs[source].shape
-        if source.node in self.taken:
+        if source.node in self.taken and self.makers[source.node].grad == node.grad:
             (base, window, selected), sliced = self.taken[source.node]
         else:
             base, window, selected = source, tuple((0, n) for n in shape), ()
@@ -128,12 +128,13 @@ class _Push:
         return self._cut(ref, window)
 
     def _piece(self, ref: Ref, maker: Node, window: Window) -> Ref:
-        """A window of what is joined, if it lies in one piece."""
+        """A window of what is joined, if it lies in one piece, whose gradient passes the join."""
         dim, before = given(maker, "dim") % len(window), 0
         start, stop = window[dim]
         for piece in maker.args[0]:
             after = before + self.specs[piece].shape[dim]
-            if before <= start and stop <= after:
+            same = maker.grad and self.specs[piece].dtype == self.specs[ref].dtype
+            if same and before <= start and stop <= after:
                 own = (start - before, stop - before)
                 return self.of(piece, (*window[:dim], own, *window[dim + 1 :]))
             before = after

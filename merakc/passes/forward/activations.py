@@ -63,6 +63,7 @@ class _Writer:
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = {n.name: n for n in graph.nodes if len(n.outputs) == 1}
+        self.specs = graph.specs()
 
     def rewritten(self, node: Node) -> Node:
         """The node, or the call of torch's that it is the last of."""
@@ -71,6 +72,8 @@ class _Writer:
         for scale, own in self._without_scales(Ref(node.name), node):
             product = self.nodes.get(own.node)
             if product is None or product.op != MUL or not _of_tensors(product):
+                continue
+            if product.grad != node.grad:
                 continue
             for x, factor in (product.args, product.args[::-1]):
                 found = self._activation(x, scale, factor, node)
@@ -91,7 +94,8 @@ class _Writer:
         for own, base in self._without_scales(x, out):
             if not _alike({0: scale * own * unit}, {0: form.scale}, out):
                 continue
-            made = self._polynomial(inner.args[0], base, out)
+            is_own = self.specs[base].dtype == out.spec.dtype  # x may be of whole numbers
+            made = self._polynomial(inner.args[0], base, out) if is_own else None
             if made is not None and _alike(made, form.inner, out):
                 return replace(out, op=form.op, args=(base,), kwargs=form.kwargs)
         return None

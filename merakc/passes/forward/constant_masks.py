@@ -28,7 +28,7 @@ def with_known_masks(graph: Graph) -> Graph:
     A mask of floats is causal where it is 0 for what is seen and so low elsewhere that nothing of
     it is left.
     """
-    masks = _Masks(graph)
+    masks, specs = _Masks(graph), graph.specs()
     told: dict[Ref, str] = {}
     nodes = []
     for node in graph.nodes:
@@ -36,7 +36,10 @@ def with_known_masks(graph: Graph) -> Graph:
         if isinstance(mask, Ref):
             if mask not in told:
                 told[mask] = masks.kind(mask)
-            if told[mask]:
+            is_row = (
+                told[mask] == "causal" and specs[mask].shape[-2] != specs[node.args[0]].shape[-2]
+            )
+            if told[mask] and not is_row:  # one row for all queries is that of the first alone
                 causal = node.args[CAUSAL] or told[mask] == "causal"
                 args = (*node.args[:MASK], None, causal, *node.args[CAUSAL + 1 :])
                 node = replace(node, args=args)

@@ -7,7 +7,7 @@ or moved, and no gradients of copies are added up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
@@ -21,17 +21,24 @@ SAME = frozenset({"aten.alias.default", "aten.contiguous.default", "aten.clone.d
 def with_grouped_heads(graph: Graph) -> Graph:
     """The same function, with attentions that read what was repeated as it was before."""
     makers, specs = {n.name: n for n in graph.nodes}, graph.specs()
+    grads = graph.grad_values()
     nodes = tuple(
-        _grouped(node, makers, specs) if node.op == ATTENTION else node for node in graph.nodes
+        _grouped(node, makers, specs, grads) if node.op == ATTENTION else node
+        for node in graph.nodes
     )
     return graph if nodes == graph.nodes else replace(graph, nodes=nodes).pruned()
 
 
-def _grouped(node: Node, makers: Mapping[str, Node], specs: Mapping[Ref, TensorSpec]) -> Node:
+def _grouped(
+    node: Node, makers: Mapping[str, Node], specs: Mapping[Ref, TensorSpec], grads: Set[Ref]
+) -> Node:
     found = [_before(ref, makers, specs) for ref in node.args[1:3]]
     key, value = found
     if key is None or value is None:
         return node
+    repeated = node.args[1:3]
+    if any((was in grads) != (now in grads) for was, now in zip(repeated, found, strict=True)):
+        return node  # copied without gradients
     if specs[key].shape[HEADS_DIM] != specs[value].shape[HEADS_DIM]:
         return node
     return replace(node, args=(node.args[0], key, value, *node.args[3:]))

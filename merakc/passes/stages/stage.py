@@ -180,7 +180,8 @@ def _place_updates(graph: Graph, of: dict[str, int], beside: Mapping[str, int]) 
     A module that is called twice, on both sides of a cut, updates its buffers on the later side.
     """
     written = {o.name: o.ref.node for o in graph.outputs if o.kind is OutputKind.BUFFER}
-    last = {i.name: written[i.target] for i in graph.inputs if i.target in written}
+    buffers = [i for i in graph.inputs if i.kind is InputKind.BUFFER]
+    last = {i.name: written[i.target] for i in buffers if i.target in written}
     before = {name: of.get(name, 0) for name in last.values()}
     for node in graph.nodes:
         if node.name in beside:
@@ -203,8 +204,10 @@ def _join_states(graph: Graph, of: dict[str, int]) -> None:
                 behind.add(name)
                 pending += [r.node for r in producers[name].refs] if name in producers else []
         inputs = [kinds[name] for name in behind if name in kinds]
+        if any(i.kind is InputKind.BATCH for i in inputs):
+            continue
         own = next((i.name for i in inputs if i.target == out.name), None)
-        if own is None or any(i.kind is InputKind.BATCH for i in inputs):
+        if own is None:
             continue
         reading = [of[n.name] for n in graph.nodes if n.name in of and Ref(own) in n.refs]
         for name in behind & of.keys():

@@ -47,6 +47,12 @@ WRITTEN_OUT: dict[str, Attend] = {
     "three dims, mask": lambda s, y: F.scaled_dot_product_attention(
         y[0], y[0], y[0], torch.ones(4, 4).tril().bool()
     ),
+    "three dims, rows that see nothing": lambda s, y: F.scaled_dot_product_attention(
+        y[0], y[0], y[0], torch.ones(4, 4).tril(-1).bool()
+    ),
+    "learned bias, rows that see nothing": lambda s, y: F.scaled_dot_product_attention(
+        y, y, y, s.bias.masked_fill(torch.ones(4, 4).triu().bool(), -math.inf)
+    ),
 }
 
 
@@ -116,6 +122,19 @@ def test_batch_norm_says_what_it_writes(name: str) -> None:
     graph = check(model, randn(*shape), relative=1e-12).graph
     written = [o.name for o in graph.outputs if o.kind is OutputKind.BUFFER]
     assert written == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def test_batch_norm_of_half_precision_keeps_its_statistics() -> None:
+    """They are of more bits than what is normalised, and may be larger than any number of it."""
+    model, x = Small(lambda s, x: s.norm(x).sum(), norm=nn.BatchNorm1d(3)), randn(64, 3) * 500
+    x = x.half()
+    graph = record(model, (x,), {}).graph
+    found = run_graph(graph, inputs_of(graph, model, (x,), {})).buffers
+    model(x)
+    for name in ("norm.running_mean", "norm.running_var"):
+        wanted = model.get_buffer(name)
+        assert wanted.isfinite().all()
+        torch.testing.assert_close(found[name], wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_batch_norm_in_eval_mode_writes_nothing() -> None:

@@ -25,7 +25,13 @@ def graph(*steps: Step, dtype: torch.dtype = F32) -> Graph:
         Input("i", InputKind.BATCH, TensorSpec((2, 1), torch.int64)),
     )
     nodes = tuple(
-        Node(name, f"aten.{op}", args, (), (TensorSpec(shape, dtype),))
+        Node(
+            name,
+            f"aten.{op}",
+            args,
+            (),
+            (TensorSpec(shape, torch.int64 if name == "j" else dtype),),
+        )
         for name, op, args, shape in steps
     )
     return Graph(inputs, nodes, (Output("y", OutputKind.RESULT, Ref(steps[-1][0])),))
@@ -158,6 +164,20 @@ CASES: dict[str, tuple[tuple[Step, ...], list[str]]] = {
     "a sum with what is scattered into zeros": (
         (ZEROS, PUT, ("c", "add.Tensor", (X, Ref("p")), (2, 6))),
         ["%c: float32[2,6] = aten.scatter_add.default(%x, -1, %i, %s)"],
+    ),
+    "a sum with what is scattered into zeros for all rows": (
+        (
+            ("z", "new_zeros.default", (S, (1, 6)), (1, 6)),
+            ("j", "slice.Tensor", (INDEX, 0, 0, 1), (1, 1)),
+            ("p", "scatter_add.default", (Ref("z"), -1, Ref("j"), S), (1, 6)),
+            ("c", "add.Tensor", (X, Ref("p")), (2, 6)),
+        ),
+        [
+            "%z: float32[1,6] = aten.new_zeros.default(%s, (1, 6))",
+            "%j: int64[1,1] = aten.slice.Tensor(%i, 0, 0, 1)",
+            "%p: float32[1,6] = aten.scatter_add.default(%z, -1, %j, %s)",
+            "%c: float32[2,6] = aten.add.Tensor(%x, %p)",
+        ],
     ),
     "a sum with what is scattered into something": (
         (

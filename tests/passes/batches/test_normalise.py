@@ -162,3 +162,16 @@ class Steps(nn.Module):
 def test_a_copy_that_a_kernel_needs_is_kept(parts: int) -> None:
     batch = {"x": torch.randn(4, 3, 6, dtype=torch.float64), "y": torch.arange(12).view(4, 3) % 5}
     assert compare(Steps(), batch, parts).head is None
+
+
+def test_what_is_empty_may_say_the_dtype() -> None:
+    model = Small(
+        lambda m, z, b: torch.cat([torch.zeros(len(z), 0), z.bfloat16(), z[:, :0].half()], 1).sum()
+    )
+    made = normalised(recorded(model, make_batch(), 8))
+    (join,) = [n for n in made.nodes if n.op == "aten.cat.default"]
+    assert len(join.args[0]) == 3
+    model = Small(lambda m, z, b: torch.cat([z[:, :0], z], 1).sum())
+    made = normalised(recorded(model, make_batch(), 8))
+    (join,) = [n for n in made.nodes if n.op == "aten.cat.default"]
+    assert len(join.args[0]) == 1

@@ -71,6 +71,35 @@ def test_what_is_taken_and_its_gradients_stay(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+def _kept(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Windows leave values, dtypes and gradients as they are."""
+    graph = recorded(model, batch).graph
+    made = with_windows(graph)
+    state = {**dict(model.named_parameters()), **batch}
+    values = [interpret(g, {i.name: state[i.target] for i in g.inputs})[0] for g in (graph, made)]
+    assert torch.equal(*values)
+    assert graph.grad_values() & {o.ref for o in graph.outputs} == made.grad_values() & {
+        o.ref for o in made.outputs
+    }
+
+
+@pytest.mark.parametrize("without", ["join", "rows", ""])
+def test_gradients_and_dtypes_pass_as_they_did(without: str) -> None:
+    """A token of another dtype, or a join, or rows of it, that are made without gradients."""
+
+    class Token(Videos):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            token = self.token.expand(len(rows), -1, -1)
+            with torch.set_grad_enabled(without != "join"):
+                joined = torch.cat([token if without else token.float(), rows], 1)
+            with torch.set_grad_enabled(without != "rows"):
+                first = joined[: len(x)]
+            return first[:, 0].square().mean()
+
+    _kept(Token(COPIES["both are slices"]), _videos())
+
+
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("parts", [4, 8])
 def test_copies_of_other_samples_do_not_couple(name: str, parts: int) -> None:

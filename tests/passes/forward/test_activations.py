@@ -62,6 +62,18 @@ def _half_without_gradient(x: Tensor) -> Tensor:
     return x * cdf
 
 
+def _product_without_gradient(x: Tensor) -> Tensor:
+    cdf = 1 + torch.erf(x / math.sqrt(2))
+    with torch.no_grad():
+        product = x * cdf
+    return 0.5 * product + cdf
+
+
+def _of_whole_numbers(x: Tensor) -> Tensor:
+    signs = x.sign().long()
+    return x + signs * torch.sigmoid(signs)
+
+
 LEFT: dict[str, Function] = {
     "another constant": lambda x: _by_tanh(x, C * (x + 0.0447 * x**3)),
     "a constant of eight digits": lambda x: _by_tanh(x, 0.79788456 * (x + 0.044715 * x**3)),
@@ -73,6 +85,8 @@ LEFT: dict[str, Function] = {
     "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
     "sigmoid of another": lambda x: x * torch.sigmoid(x.flip(0)),
     "a part without gradient": _half_without_gradient,
+    "a product without gradient": _product_without_gradient,
+    "whole numbers": _of_whole_numbers,
     "in another precision": lambda x: x * torch.sigmoid(x.float()),
     "a broadcast": lambda x: x[:1] * torch.sigmoid(x),
 }  # fmt: skip

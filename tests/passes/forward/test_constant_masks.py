@@ -39,6 +39,7 @@ class Masked(nn.Module):
             "one sample's": causal[None, None] | (batch == 1),
             "slope": torch.where(causal, (columns - rows).double(), LOW),
             "buffer": self.seen,
+            "first column": columns[None] == 0,  # one row for all
             "data": causal & (x[:, :1, :1, :1] < 1e9),
         }[self.kind]
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
@@ -51,6 +52,7 @@ class Masked(nn.Module):
         ("causal", True, False), ("each sample's", True, False), ("floats", True, False),
         ("all", False, False), ("window", False, True), ("one sample's", False, True),
         ("slope", False, True), ("buffer", False, True), ("data", False, True),
+        ("first column", False, True),
     ],
 )  # fmt: skip
 def test_masks(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from merakc.frontend.record import record
+from merakc.ir.graph import Graph
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.forward.grouped_heads import ATTENTION, with_grouped_heads
 
@@ -41,15 +42,28 @@ def of_rows(x: Tensor) -> Tensor:
     return wide.reshape(BATCH, HEADS, LENGTH, DIM)
 
 
+def without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return by_expanding(x)
+
+
 class Attention(nn.Module):
     """Attention of shared keys and values, each repeated in its way."""
 
     def __init__(self, key: Repeat, value: Repeat) -> None:
         super().__init__()
         self.key, self.value = key, value
+        self.shift = nn.Parameter(torch.zeros(()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, self.key(k), self.value(v), is_causal=True)
+        keys = self.key(k + self.shift)
+        return F.scaled_dot_product_attention(q, keys, self.value(v), is_causal=True)
+
+
+def values(model: nn.Module, given: tuple[Tensor, ...], graph: Graph) -> dict[str, Tensor]:
+    """What enters a graph, by name."""
+    state = dict(zip("012", given, strict=True)) | dict(model.named_parameters())
+    return {i.name: state[i.target] for i in graph.inputs}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +74,7 @@ class Attention(nn.Module):
         (by_expanding, of_other_groups, False),
         (of_other_groups, of_other_groups, False),
         (of_rows, by_expanding, False),
+        (without_gradient, by_expanding, False),
     ],
 )
 def test_only_what_groups_read_is_read_so(key: Repeat, value: Repeat, grouped: bool) -> None:
@@ -72,7 +87,7 @@ def test_only_what_groups_read_is_read_so(key: Repeat, value: Repeat, grouped: b
     heads = {found.specs()[ref].shape[1] for ref in node.args[1:3]}
     assert heads == ({GROUPS} if grouped else {HEADS})
     assert (len(found.nodes) < len(graph.nodes)) is grouped
-    (out,) = interpret(found, dict(zip((i.name for i in found.inputs), given, strict=True)))
+    (out,) = interpret(found, values(model, given, found))
     torch.testing.assert_close(out, model(*given), rtol=0, atol=1e-6)
 
 
@@ -85,5 +100,5 @@ def test_keys_that_something_else_reads_stay_too() -> None:
     given = torch.randn(BATCH, HEADS, LENGTH, DIM), torch.randn(SHARED), torch.randn(SHARED)
     found = with_grouped_heads(record(model, given, {}).graph)
     found.verify()
-    (out,) = interpret(found, dict(zip((i.name for i in found.inputs), given, strict=True)))
+    (out,) = interpret(found, values(model, given, found))
     torch.testing.assert_close(out, model(*given), rtol=0, atol=1e-6)

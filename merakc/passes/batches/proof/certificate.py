@@ -174,11 +174,15 @@ def _in_parts(ends: Sequence[Analysis], values: Tensors) -> torch.Tensor:
     """The loss of parts of the batch, one behind the other."""
     steps = _each(ends, lambda end: split(end, end.part.outputs, most=1.0))
     sampled = dict(ends[0].sampled)
+    given: dict[bool, Tensors] = {True: {}, False: {}}  # state and batch, which may share names
     for item in ends[0].part.inputs:
         rows = ends[0].states[Ref(item.name)].rows
         if item.kind is InputKind.ACTIVATION and rows is not None:
             sampled[item.target] = rows
-    return replay(steps, [end.samples for end in ends], values, values, sampled)
+        if item.name in values:
+            is_state = item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+            given[is_state][item.target or item.name] = values[item.name]
+    return replay(steps, [end.samples for end in ends], given[True], given[False], sampled)
 
 
 def _elements(graph: Graph) -> int:
@@ -221,9 +225,7 @@ def _nudged(values: Tensors) -> Tensors:
 
 
 def _whole(graph: Graph, values: Tensors) -> torch.Tensor:
-    inputs = {
-        i.name: values[i.target or i.name] for i in graph.inputs if i.name not in graph.constants
-    }
+    inputs = {i.name: values[i.name] for i in graph.inputs if i.name not in graph.constants}
     (loss,) = interpret(graph, inputs)
     total: torch.Tensor = loss.sum()
     return total
@@ -236,7 +238,7 @@ class CertificateError(RecordError):
 
 
 class _Draws:
-    """Random values for the inputs of a graph, by their targets."""
+    """Random values for the inputs of a graph, by their names."""
 
     def __init__(
         self, graph: Graph, sampled: Mapping[str, Rows], kind: str, classes: int, seed: int
@@ -249,9 +251,7 @@ class _Draws:
 
     def values(self) -> Tensors:
         return {
-            i.target or i.name: self.draw(i)
-            for i in self.graph.inputs
-            if i.name not in self.graph.constants
+            i.name: self.draw(i) for i in self.graph.inputs if i.name not in self.graph.constants
         }
 
     def draw(self, item: Input) -> torch.Tensor:

@@ -33,8 +33,9 @@ def replay(
         if item.kind is InputKind.SCALAR:
             first = 0 if k is None else firsts[k]
             return torch.tensor(seed if item.target == "seed" else first)
-        value = state[item.target] if item.target in state else batch.get(item.target)
-        rows = sampled.get(item.target)
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return state[item.target]
+        value, rows = batch.get(item.target), sampled.get(item.target)
         if item.target in known:
             value, rows = known[item.target], known_rows[item.target]
         assert value is not None, item

@@ -56,11 +56,12 @@ def _with_sorts(graph: Graph) -> Graph:
         own = node.reading(*map_refs((node.args, node.kwargs), lambda r: now.get(r, r)))
         if node.op in (*ARGSORTS, *ARGSORTS.values()) and len(node.spec.shape) == 1:
             stable = "stable" in signature(node.op) and bool(given(node, "stable"))
-            how = stable, bool(given(node, "descending"))
+            differs = specs[node.args[0]].dtype.is_floating_point  # with gradients and without
+            how = stable, bool(given(node, "descending")), differs and node.grad
             first = known.setdefault((own.args[0], *how), node.name)
             results = [Ref(first, 0), Ref(first, 1)]
             now.update(zip(node.outs, results[-len(node.outs) :], strict=True))
-            if not how[1]:
+            if not how[1] and not differs:
                 orders[own.args[0]] = results[1]
             if first == node.name:
                 both = specs[node.args[0]], node.outputs[-1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import merakc.kernels.experts  # noqa: F401  registers the ops
 from merakc.frontend.record import record
@@ -84,6 +84,35 @@ def test_what_depends_on_the_order_of_the_numbers_stays() -> None:
     graph = with_sorted_forms(recorded("first"))
     assert not any(node.name.endswith(".sorted") for node in graph.nodes)
     assert not problem_of(graph).experts
+
+
+def test_gradients_of_what_is_sorted_pass_as_they_did() -> None:
+    """An order that is found without gradients gives its list none, whoever sorts it with them."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Parameter(torch.randn(4).double())
+            self.weights = nn.Parameter(torch.randn(2, 4, 4).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                order = self.scores.argsort()
+            ends = torch.tensor([2, 4], dtype=torch.int32)
+            rows = torch.ops.merakc.grouped_mm(x[order], self.weights.detach(), ends)
+            return (rows.sum(1) * self.scores[order] * self.scores.sort()[0]).sum()
+
+    graph = record(Scores(), (torch.randn(4, 4).double(),), {}).graph
+    found = with_sorted_forms(graph)
+    model, x = Scores(), torch.randn(4, 4).double()
+    given = {"0": x, **dict(model.named_parameters())}
+    values = [
+        interpret(g, {i.name: given[i.target] for i in g.inputs if i.name not in g.constants})[0]
+        for g in (graph, found)
+    ]
+    assert torch.equal(*values)
+    grads = [torch.autograd.grad(value, [model.scores])[0] for value in values]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=0)
 
 
 def test_a_plain_mixture_stays_as_it_is() -> None:
