@@ -9,7 +9,6 @@ what is resident above the model, gradients included, at most, in all steps behi
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import merakc
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, in_child
 from benchmarks.models import Batch
 from benchmarks.ranks import run_ranks
 from benchmarks.zoo_models.plain_vision import UNet
@@ -37,6 +36,7 @@ MODELS = ("gpt2", "llama", "t5", "vit", "unet", "gpt2:pp2", "gpt2:tp2")
 ONE_RANK = {"micro_batches": 1}
 SAMPLES, TOKENS, WORDS, LAYERS, HIDDEN, SIDE = 4, 512, 2048, 24, 256, 128
 STEPS = 3
+TIMEOUT_S = 3600.0
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MIB = 2**20
 
@@ -154,10 +154,8 @@ def main(
         for kind in kinds.split(";"):
             if (kind in EAGER and ":" in name) or (kind == EAGER[1] and name == "unet"):
                 continue
-            command = [sys.executable, "-m", "benchmarks.memory_frontier", "--row"]
-            command += ["--models", name, "--kinds", kind]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            options = "--row", "--models", name, "--kinds", kind
+            rows.append(in_child("benchmarks.memory_frontier", *options, timeout_s=TIMEOUT_S))
     console = Console()
     console.print(table(rows))
     finish(console, True, f"{len(rows)} rows", json_path=json_path, figures=rows)

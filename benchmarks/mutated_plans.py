@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
+from benchmarks.harness import finish
 from benchmarks.models import words
 from merakc.equality.check import DOUBLE, LIMIT
 from merakc.equality.compare import worst_difference
@@ -313,9 +314,7 @@ def main(
     for text in faults:
         console.print(text, style="red", markup=False)
     wall_s = time.perf_counter() - start_s
-    console.print(f"{'FAILED' if faults else 'passed'}: {count:,} files, {len(faults)} faults, "
-                  f"{wall_s:.0f} s")  # fmt: skip
-    raise typer.Exit(1 if faults else 0)
+    finish(console, not faults, f"{count:,} files, {len(faults)} faults, {wall_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import DocPath, JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, markdown, rich_table
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from merakc.machines.cluster import NOMINAL_CPU
@@ -145,8 +145,7 @@ def _milliseconds(seconds: float) -> str:
 
 def document(found: Sequence[Row], failures: Sequence[str], size: Size, rounds: int) -> str:
     """The table as a page of the documentation, with when and on what it was measured."""
-    lines = [HEADS, ["---:"] * len(HEADS), *(texts for row in found for texts in row_texts(row))]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    body = markdown([HEADS, *(texts for row in found for texts in row_texts(row))], left=0)
     missed = "".join(f"- {line}\n" for line in failures) or "Everything asked for was found.\n"
     return f"""# Communication of tensor parallelism under computation
 

@@ -27,7 +27,7 @@ import transformers
 import typer
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, finish, in_a_folder, known, write_json
+from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, write_json
 from benchmarks.layouts import Difference, Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
@@ -231,14 +231,13 @@ def page(rows: list[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     reasons = list(dict.fromkeys(c.reason for r in rows for c in r.cells.values() if c.reason))
     head = ["model", *names, "parameters", "trace s", "nodes", "ops without rules", "why not"]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for row in rows:
         numbers = {reasons.index(c.reason) + 1: None for c in row.cells.values() if c.reason}
         figures = [f"{row.parameters:,}", f"{row.trace_s:.2f}", row.nodes, len(row.whole_ops) or ""]
         why = ", ".join(map(str, numbers))
         marks = [_mark(row.cells[name]) for name in names]
         lines.append([row.model, *marks, *map(str, figures), why])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"{k}. {one_line(reason)}" for k, reason in enumerate(reasons, 1))
     return f"""# Which models train in which layouts
 
@@ -260,7 +259,7 @@ the number of the reason in the last column; **wrong** is different from one pro
 the seconds in which one micro-batch is recorded, *nodes* the operations found. *Ops without rules*
 counts the places in the model whose operations are computed whole on every tp rank.
 
-{table}
+{markdown(lines)}
 
 ## Why not
 
