@@ -128,10 +128,6 @@ def _whitening(z: Tensor, b: Named) -> Tensor:
     return F.mse_loss(white, b.target)
 
 
-def _normalised(z: Tensor, b: Named, p: Named) -> Tensor:
-    return F.mse_loss(F.batch_norm(z, None, None, p.w, training=True), b.target)
-
-
 def _balance(h: Tensor, p: Named, top: int) -> Tensor:
     gates = (h.flatten(0, 1) @ p.gate).softmax(-1)
     chosen = F.one_hot(gates.topk(top, -1).indices, 4).to(h.dtype)
