@@ -27,8 +27,7 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 
 JsonPath = Annotated[
-    Path | None,
-    typer.Option("--json", help="Also write the figures here.", callback=in_a_folder),
+    Path | None, typer.Option("--json", help="Also write the figures here.", callback=in_a_folder)
 ]
 DocPath = Annotated[
     Path | None,

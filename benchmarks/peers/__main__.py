@@ -159,8 +159,7 @@ def main(
     ] = False,
     doc: DocPath = None,
     picture: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Also draw the steps here.", callback=in_a_folder),
+        Path | None, typer.Option("--plot", help="Also draw the steps here.", callback=in_a_folder)
     ] = None,
 ) -> None:
     """Times contestants in turns; exits with 1 where merakc is wrong or a right peer faster."""

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.models import (
-    BERT_DROPOUTS,
-    CLASSES,
-    VIT,
-    ModelCase,
-    classifier,
-    transformers_model,
-)
+from benchmarks.models import BERT_DROPOUTS, CLASSES, VIT, ModelCase, classifier, transformers_model
 from benchmarks.zoo_models.batches import labelled_pixels, segments
 
 BIG_IMAGE = 32  # for models that halve it several times
