@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import Named, formulas
-
-
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
+from benchmarks.loss_formulas.formula import Named, formulas, square
 
 
 def _covariance(z: Tensor) -> Tensor:
@@ -98,12 +94,12 @@ def _imsat(z: Tensor) -> Tensor:
 
 def _group_dro(z: Tensor, b: Named) -> Tensor:
     one_hot = F.one_hot(b.group, 3).to(z.dtype)
-    each = one_hot.T @ _square(z, b) / one_hot.sum(0)
+    each = one_hot.T @ square(z, b) / one_hot.sum(0)
     return (each.detach().softmax(0) * each).sum()
 
 
 def _worst_group(z: Tensor, b: Named) -> Tensor:
-    total = torch.zeros(3, dtype=z.dtype).index_add(0, b.group, _square(z, b))
+    total = torch.zeros(3, dtype=z.dtype).index_add(0, b.group, square(z, b))
     return (total / torch.bincount(b.group, minlength=3)).max()
 
 
@@ -183,16 +179,16 @@ ROWS = formulas("statistics", {
     "whitening": lambda z, b, p: _whitening(z, b),
     "normalised_by_hand": lambda z, b, p: F.mse_loss((z - z.mean(0)) / z.std(0), b.target),
     "scaled_by_largest": lambda z, b, p: F.mse_loss(z / z.abs().max(), b.target),
-    "ohem": lambda z, b, p: _square(z, b).topk(z.shape[0] // 2).values.mean(),
-    "ohem_sorted": lambda z, b, p: _square(z, b).sort(descending=True).values[:3].mean(),
-    "max_of_losses": lambda z, b, p: _square(z, b).max(),
-    "median_of_losses": lambda z, b, p: _square(z, b).median(),
-    "quantile_of_losses": lambda z, b, p: _square(z, b).quantile(0.7),
-    "logsumexp_of_losses": lambda z, b, p: _square(z, b).logsumexp(0),
-    "cvar": lambda z, b, p: p.tau + F.relu(_square(z, b) - p.tau).mean() / 0.3,
-    "chi2_dro": lambda z, b, p: (F.relu(_square(z, b) - p.tau).pow(2).mean()).sqrt() + p.tau,
+    "ohem": lambda z, b, p: square(z, b).topk(z.shape[0] // 2).values.mean(),
+    "ohem_sorted": lambda z, b, p: square(z, b).sort(descending=True).values[:3].mean(),
+    "max_of_losses": lambda z, b, p: square(z, b).max(),
+    "median_of_losses": lambda z, b, p: square(z, b).median(),
+    "quantile_of_losses": lambda z, b, p: square(z, b).quantile(0.7),
+    "logsumexp_of_losses": lambda z, b, p: square(z, b).logsumexp(0),
+    "cvar": lambda z, b, p: p.tau + F.relu(square(z, b) - p.tau).mean() / 0.3,
+    "chi2_dro": lambda z, b, p: (F.relu(square(z, b) - p.tau).pow(2).mean()).sqrt() + p.tau,
     "above_mean_loss": lambda z, b, p: (lambda each: (
-        each * (each.detach() > each.detach().mean())).sum() / len(each))(_square(z, b)),
+        each * (each.detach() > each.detach().mean())).sum() / len(each))(square(z, b)),
     "group_dro": lambda z, b, p: _group_dro(z, b),
     "worst_group": lambda z, b, p: _worst_group(z, b),
     "positive_unlabelled": lambda z, b, p: _positive_unlabelled(z, b),
@@ -200,7 +196,7 @@ ROWS = formulas("statistics", {
         (z[:, 0] * b.mask).sum() / b.mask.sum()
         - (z[:, 0] * (1 - b.mask)).sum() / (1 - b.mask).sum()).abs(),
     "product_of_means": lambda z, b, p: F.mse_loss(z, b.target) * (z @ p.mix).abs().mean(),
-    "ratio_of_sums": lambda z, b, p: _square(z, b).sum() / z.pow(2).sum(),
+    "ratio_of_sums": lambda z, b, p: square(z, b).sum() / z.pow(2).sum(),
     "spectral": lambda z, b, p: torch.linalg.svdvals(z).sum(),
     "log_det": lambda z, b, p: -torch.logdet(
         _covariance(z) + torch.eye(z.shape[1], dtype=z.dtype)),
