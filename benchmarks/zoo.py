@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import transformers
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, write_json
@@ -153,13 +154,9 @@ def measure_cell(model: str, cell: str, timeout_s: float) -> Cell:
 @cache
 def _reference(model: str, dp: int) -> Reference:
     return train_reference(
-        ZOO[model],
-        batch_size=BATCH_SIZE,
-        micro_batches=MICRO_BATCHES,
-        steps=1,
-        lift_casts=True,
+        ZOO[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=1, lift_casts=True,
         dp=dp,
-    )
+    )  # fmt: skip
 
 
 def _last_lines(details: str) -> str:
@@ -192,16 +189,7 @@ def measure_all(
 def load(path: Path) -> dict[str, Row]:
     """The rows that `--json` has written, by model; none where there is no such file."""
     rows = json.loads(path.read_text()) if path.exists() else []
-    return {row["model"]: _row(**row) for row in rows}
-
-
-def _row(cells: dict[str, Any], whole_ops: list[str], **own: Any) -> Row:
-    found = {
-        name: Cell(error and Difference(**error), **rest)
-        for name, cell in cells.items()
-        for error, rest in [(cell["error"], {k: v for k, v in cell.items() if k != "error"})]
-    }
-    return Row(whole_ops=tuple(whole_ops), cells=found, **own)
+    return {row.model: row for row in TypeAdapter(list[Row]).validate_python(rows)}
 
 
 def progress(row: Row, done: int, total: int) -> str:

@@ -24,6 +24,7 @@ from benchmarks.models import (
     transformers_model,
     unshifted,
 )
+from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import (
     IMAGE_WORD,
     images_and_text,
@@ -35,12 +36,8 @@ from benchmarks.zoo_models.batches import (
 WAVE = 400  # samples: 39 frames after two convolutions
 
 
-class Contrastive(nn.Module):
+class Contrastive(Around):
     """A model of two towers, asked for its loss."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The contrastive loss over the pairs of the batch."""

@@ -29,6 +29,7 @@ from benchmarks.models import (
     shifted,
     transformers_model,
 )
+from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import (
     IMAGE_WORD,
     PATCHES,
@@ -189,12 +190,8 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Sparse(nn.Module):
+class _Sparse(Around):
     """An Informer, in its default form, whose keys are not drawn."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss."""

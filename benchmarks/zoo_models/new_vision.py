@@ -21,6 +21,7 @@ from benchmarks.models import (
     transformers_model,
     unshifted,
 )
+from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import samples
 from benchmarks.zoo_models.vision import BIG_IMAGE
 
@@ -44,12 +45,8 @@ def _hidden_patches(batch_size: int, generator: torch.Generator) -> Batch:
     }
 
 
-class Boxes(nn.Module):
+class Boxes(Around):
     """A detector that is given one box an image as tensors, and its labels as they want them."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(
         self, pixel_values: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
