@@ -181,9 +181,7 @@ def _series(batch_size: int, generator: torch.Generator) -> Batch:
 class _Undrawn(TorchFunctionMode):
     """Takes places in turn where a model draws some of them at random."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.randint:
             low, high, size = args
             return low + torch.arange(math.prod(size)).view(size) % (high - low)
