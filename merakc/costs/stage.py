@@ -15,11 +15,17 @@ from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.offload import NOWHERE, OnHost
 from merakc.ir.precision import Precision
-from merakc.ir.program import COMPUTES, ActionKind, StageGraphs
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.ir.state import UNSHARDED, StateShards
 
 NONE_TIED: Mapping[str, StateShards] = MappingProxyType({})
-_F, _B, _I, _W, _R = COMPUTES
+_F, _B, _I, _W, _R = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRAD,
+    ActionKind.WEIGHT_GRAD,
+    ActionKind.RECOMPUTE,
+)
 
 
 def stage_cost(
