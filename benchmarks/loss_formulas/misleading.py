@@ -20,10 +20,6 @@ def _by_loop(z: Tensor, b: Named) -> Tensor:
     return total / len(z)
 
 
-def _branch(z: Tensor, b: Named) -> Tensor:
-    return square(z, b).mean() * (3 if len(z) > 4 else 1)
-
-
 def _scattered(z: Tensor, b: Named) -> Tensor:
     return torch.zeros(CLASSES, dtype=z.dtype).scatter_add(0, b.c, z[:, 0]).pow(2).sum()
 
@@ -83,7 +79,7 @@ ROWS = formulas("misleading", {
     "size_as_roll": lambda z, b, p: (z * z.roll(z.shape[0] // 2, 1)).mean(),
     "size_as_number_of_classes": lambda z, b, p: (
         z * torch.arange(CLASSES, dtype=z.dtype).remainder(len(z) // 3 + 1)).mean(),
-    "branch_on_size": lambda z, b, p: _branch(z, b),
+    "branch_on_size": lambda z, b, p: square(z, b).mean() * (3 if len(z) > 4 else 1),
     "arange_as_index": lambda z, b, p: -z.log_softmax(1)[torch.arange(len(z)), b.c].mean(),
     "arange_as_weight": lambda z, b, p: (
         square(z, b) * torch.arange(z.shape[0], dtype=z.dtype)).mean(),

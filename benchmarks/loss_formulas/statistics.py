@@ -55,10 +55,6 @@ def _r2(z: Tensor, b: Named) -> Tensor:
     return (z - b.target).pow(2).sum() / spread
 
 
-def _explained(z: Tensor, b: Named) -> Tensor:
-    return (b.target - z).var(0).mean() / b.target.var(0).mean()
-
-
 def _pearson(z: Tensor, b: Named) -> Tensor:
     one, two = z[:, 0] - z[:, 0].mean(), b.time - b.time.mean()
     return 1 - F.cosine_similarity(one, two, dim=0)
@@ -165,7 +161,8 @@ ROWS = formulas("statistics", {
     "rmse": lambda z, b, p: F.mse_loss(z, b.target).sqrt(),
     "log_cosh_of_mean": lambda z, b, p: (z - b.target).mean().cosh().log(),
     "r2": lambda z, b, p: _r2(z, b),
-    "explained_variance": lambda z, b, p: _explained(z, b),
+    "explained_variance": lambda z, b, p: (
+        (b.target - z).var(0).mean() / b.target.var(0).mean()),
     "pearson": lambda z, b, p: _pearson(z, b),
     "concordance": lambda z, b, p: _concordance(z, b),
     "variance": lambda z, b, p: F.relu(1 - z.std(0)).mean(),
