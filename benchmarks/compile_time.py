@@ -29,7 +29,7 @@ from merakc.lowering.lowered import make_plan
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.shard import shard
-from merakc.report.text import format_bytes, format_seconds
+from merakc.report.units import format_bytes, format_seconds
 
 TP, PP = 8, 8
 MICRO_BATCHES = 32

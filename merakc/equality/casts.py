@@ -62,15 +62,6 @@ class _LiftedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Grouped(TorchFunctionMode):
-    """Gives torch the product of rows in groups that it lacks in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._grouped_mm and args[0].dtype == torch.float64:
-            return _products(args[0], args[1], (kwargs or {})["offs"])
-        return func(*args, **(kwargs or {}))
-
-
 class _WithoutDropout(TorchFunctionMode):
     """Drops nothing, whatever rates the model asks for."""
 
@@ -94,13 +85,6 @@ def _products(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Ten
 
 def _lift(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
-
-
-@contextmanager
-def grouped_products() -> Iterator[None]:
-    """Lets experts whose rows are multiplied in groups run in float64."""
-    with _Grouped():
-        yield
 
 
 @contextmanager
