@@ -1,4 +1,4 @@
-"""The demo from end to end on a tiny model; with a stand-in for the compiler where it is to fail."""
+"""The demo from end to end on a tiny model; with a stand-in for merakc where it is to fail."""
 
 from __future__ import annotations
 
