@@ -29,7 +29,11 @@ from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, NO_PART, UNDRAWN, Sy
 from merakc.frontend.builtin_calls import symbolic_builtins
 from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
-from merakc.frontend.calls.communication import check_call, no_objects_sent, number_of_ranks_unknown
+from merakc.frontend.calls.communication import (
+    check_call,
+    no_objects_sent,
+    number_of_ranks_unknown,
+)
 from merakc.frontend.calls.draws import ASKED, Draws, drops_nothing, is_drawn
 from merakc.frontend.calls.encoders import as_in_training
 from merakc.frontend.calls.forms import (
