@@ -16,7 +16,7 @@ CASES = pytest.mark.parametrize("name", MODELS)
 
 
 class _Float32Seen(TorchFunctionMode):
-    """Notes whether any floating-point result is float32; torch has no grouped products of others."""
+    """Notes whether a result is float32; groups of rows are multiplied for torch, which cannot."""
 
     seen = False
 
