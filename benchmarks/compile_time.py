@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.harness import JsonPath, finish, rich_table
+from benchmarks.harness import JsonPath, finish, in_child, rich_table
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.ir.strategy import Strategy
@@ -31,7 +29,7 @@ from merakc.lowering.lowered import make_plan
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.shard import shard
-from merakc.report.text import format_bytes, format_seconds
+from merakc.report.units import format_bytes, format_seconds
 
 TP, PP = 8, 8
 MICRO_BATCHES = 32
@@ -47,6 +45,7 @@ CLUSTER = Cluster(
 )
 MAX_70B_BYTES = 3 * 2**29  # 1.5 GiB
 MAX_70B_S = 60.0
+TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +156,8 @@ def measure(model: str) -> CompileTime:
 
 def measure_apart(model: str) -> CompileTime:
     """`measure` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.compile_time", "--one", model]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"compiling {model} failed:\n{done.stderr}")
-    return CompileTime(**json.loads(done.stdout.splitlines()[-1]))
+    found = in_child("benchmarks.compile_time", "--one", model, timeout_s=TIMEOUT_S)
+    return CompileTime(**found)
 
 
 def times_table(results: list[CompileTime]) -> Table:

@@ -32,8 +32,9 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import CollectiveEvent, Event
-from merakc.report.text import format_bytes, format_seconds, plan_table
+from merakc.report.text import plan_table
 from merakc.report.trace import write_trace
+from merakc.report.units import format_bytes, format_seconds
 from merakc.simulation.simulate import Simulation
 
 TP, PP = 2, 2

@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models import (
-    EVEN_VOCABULARY,
-    HEADS,
-    HIDDEN,
-    WIDE,
-    ModelCase,
-    causal_batch,
-    shifted,
-)
+from benchmarks.models import EVEN_VOCABULARY, HEADS, HIDDEN, WIDE, ModelCase, causal_batch, shifted
 
 EXPERTS, CHOICES, CAPACITY = 4, 2, 3
 
@@ -147,12 +139,10 @@ class ExpertLoops(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+_BATCH = causal_batch(EVEN_VOCABULARY)
 EXPERT_LOOPS = {
     f"loop_{kind}": ModelCase(
-        f"loop_{kind}",
-        lambda _, kind=kind: ExpertLoops(kind),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
+        f"loop_{kind}", lambda _, kind=kind: ExpertLoops(kind), _BATCH, shifted
     )
     for kind in ("index_add", "uneven", "masked_writes", "capacity", "hit", "normed")
 }

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from merakc.machines.garbage import few_collections, leave_garbage
+
 
 def in_a_folder(path: Path | None) -> Path | None:
     """A path that can be written to when hours are over."""
@@ -27,8 +29,7 @@ def in_a_folder(path: Path | None) -> Path | None:
 
 
 JsonPath = Annotated[
-    Path | None,
-    typer.Option("--json", help="Also write the figures here.", callback=in_a_folder),
+    Path | None, typer.Option("--json", help="Also write the figures here.", callback=in_a_folder)
 ]
 DocPath = Annotated[
     Path | None,
@@ -101,6 +102,14 @@ def in_child(module: str, *options: str, timeout_s: float) -> dict[str, Any]:
         raise RuntimeError(f"{module} {' '.join(options)}: {found.stderr[-2000:]}")
     figures: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return figures
+
+
+def on_one_core(run: Callable[[], T]) -> T:
+    """What a run gives on one core, with as little collecting of garbage as commands have."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    leave_garbage()
+    with few_collections():
+        return run()
 
 
 def write_json(path: Path | None, figures: Any) -> None:

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 import merakc
-from benchmarks.harness import DocPath, JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, markdown, rich_table
 from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import on_the_way, peak_error, step_peak
 from benchmarks.ranks import run_ranks
@@ -290,7 +290,7 @@ class Summary:
         return all(found <= bound for _, found, bound in self.rows)
 
 
-def cells_table(cells: Sequence[Cell]) -> Table:
+def cells_rows(cells: Sequence[Cell]) -> list[list[str]]:
     """A row a cell."""
     rows = [["model", "plan", "predicted", "measured", "runs", "error", "formulas", "memory"]]
     for cell in cells:
@@ -302,7 +302,7 @@ def cells_table(cells: Sequence[Cell]) -> Table:
             f"[{'green' if good else 'red'}]{cell.error:+.1%}[/]", f"{cell.modelled_error:+.0%}",
             f"[{'green' if fits else 'red'}]{cell.memory_error:.1%}[/]",
         ])  # fmt: skip
-    return rich_table(rows, left=2, title="Steps on this machine, and peaks of ranks")
+    return rows
 
 
 def summary_table(summary: Summary) -> Table:
@@ -322,33 +322,22 @@ def summary_table(summary: Summary) -> Table:
 
 def document(summary: Summary, arguments: Sequence[str]) -> str:
     """The page of the documentation."""
-    lines = [
-        "# Small cells on this machine, predicted and measured", "",
-        told_run("benchmarks.measured_cells", arguments), "", *(__doc__ or "").splitlines()[2:], "",
-        "| asked for | found | at most |", "|---|---|---|",
-    ]  # fmt: skip
-    lines += [f"| {name} | {found:.1%} | {bound:.0%} |" for name, found, bound in summary.rows]
-    lines += [
-        "", "| model | plan | predicted | measured | fastest to slowest run | error | "
-        "by formulas | largest error of a peak |", "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for c in summary.cells:
-        runs = f"{min(c.runs_s) * 1e3:.0f} to {max(c.runs_s) * 1e3:.0f} ms"
-        lines.append(
-            f"| {c.model} | {c.plan} | {c.predicted_s * 1e3:.1f} ms | {c.measured_s * 1e3:.1f} ms "
-            f"| {runs} | {c.error:+.1%} | {c.modelled_error:+.0%} | {c.memory_error:.1%} |"
-        )
-    lines += [
-        "",
-        "| model | ranks | predicted best | measured best | loss |",
-        "|---|---|---|---|---|",
-    ]
-    for one in summary.choices:
-        lines.append(f"| {one.model} | {one.ranks} | {one.chosen} | {one.best} | {one.loss:+.1%} |")
-    lines += ["", "| model | plan | price of coupling, predicted | measured |", "|---|---|---|---|"]
-    lines += [f"| {p.model} | {p.plan} | {p.predicted:+.1%} | {p.measured:+.1%} |"
+    asked = [(name, f"{found:.1%}", f"{bound:.0%}") for name, found, bound in summary.rows]
+    heads = ("model", "plan", "predicted", "measured", "fastest to slowest run, ms", "error",
+             "by formulas", "largest error of a peak")  # fmt: skip
+    chosen = [(o.model, str(o.ranks), o.chosen, o.best, f"{o.loss:+.1%}") for o in summary.choices]
+    prices = [(p.model, p.plan, f"{p.predicted:+.1%}", f"{p.measured:+.1%}")
               for p in summary.prices]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    tables = (
+        [("asked for", "found", "at most"), *asked],
+        [heads, *cells_rows(summary.cells)[1:]],
+        [("model", "ranks", "predicted best", "measured best", "loss"), *chosen],
+        [("model", "plan", "price of coupling, predicted", "measured"), *prices],
+    )
+    told = told_run("benchmarks.measured_cells", arguments)
+    about = "\n".join((__doc__ or "").splitlines()[2:])
+    title = "# Small cells on this machine, predicted and measured"
+    return "\n\n".join([title, told, about, *map(markdown, tables)]) + "\n"
 
 
 def main(
@@ -375,7 +364,8 @@ def main(
         cells += measure(model, plans, steps, hardware)
     summary = Summary(tuple(cells), tuple(choices(cells)), tuple(prices(cells)))
     console = Console(width=120)
-    console.print(cells_table(cells), summary_table(summary))
+    title = "Steps on this machine, and peaks of ranks"
+    console.print(rich_table(cells_rows(cells), left=2, title=title), summary_table(summary))
     body = {"passed": summary.passed, **dataclasses.asdict(summary), "bounds": summary.rows}
     finish(
         console, summary.passed, "", json_path=json_path, figures=body, doc=doc,

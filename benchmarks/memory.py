@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -72,6 +73,13 @@ def peak_live_bytes(
     with tracker:
         step()
     return tracker.peak_bytes
+
+
+def resident_bytes() -> tuple[int, int]:
+    """What this process holds now, and the most since that was last forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
+    return int(found["VmRSS"]) << 10, int(found["VmHWM"]) << 10
 
 
 def alive(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -9,7 +9,6 @@ what is resident above the model, gradients included, at most, in all steps behi
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,8 @@ from rich.table import Table
 from torch import nn
 
 import merakc
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, in_child
+from benchmarks.memory import resident_bytes
 from benchmarks.models import Batch
 from benchmarks.ranks import run_ranks
 from benchmarks.zoo_models.plain_vision import UNet
@@ -37,7 +37,8 @@ MODELS = ("gpt2", "llama", "t5", "vit", "unet", "gpt2:pp2", "gpt2:tp2")
 ONE_RANK = {"micro_batches": 1}
 SAMPLES, TOKENS, WORDS, LAYERS, HIDDEN, SIDE = 4, 512, 2048, 24, 256, 128
 STEPS = 3
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+TIMEOUT_S = 3600.0
+CLEAR = Path("/proc/self/clear_refs")
 MIB = 2**20
 
 
@@ -76,12 +77,6 @@ def build(name: str) -> tuple[nn.Module, Batch]:
     return kind.from_config(config).train(), {"input_ids": texts[0], "labels": labels}
 
 
-def resident_bytes(what: str) -> int:
-    """`VmRSS` as it is, or `VmHWM`, the most since it was cleared."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(what))
-    return int(line.split()[1]) * 1024
-
-
 def measure(name: str, kind: str, layout: str = "") -> dict[str, Any]:
     """A row: CPU seconds of the fastest step, peak bytes above the model, what was predicted; of
     several ranks the sums over them, and the largest.
@@ -115,7 +110,7 @@ def _measured(name: str, kind: str, options: dict[str, int]) -> tuple[float, int
         if options == ONE_RANK:
             own = sum(p.numel() * p.element_size() for p in model.parameters())
             predicted = max(model.plan_file.prediction.peak_bytes) - 3 * own
-    base = resident_bytes("VmRSS")
+    base = resident_bytes()[0]
     seconds, peaks = [], []
     for _ in range(STEPS + 1):
         model.zero_grad()
@@ -124,7 +119,7 @@ def _measured(name: str, kind: str, options: dict[str, int]) -> tuple[float, int
         out = model(**batch)
         (out["loss"] if isinstance(out, dict) else out.loss).backward()
         seconds.append(time.process_time() - start)
-        peaks.append(resident_bytes("VmHWM") - base)
+        peaks.append(resident_bytes()[1] - base)
     return min(seconds[1:]), max(peaks[1:]), predicted
 
 
@@ -154,10 +149,8 @@ def main(
         for kind in kinds.split(";"):
             if (kind in EAGER and ":" in name) or (kind == EAGER[1] and name == "unet"):
                 continue
-            command = [sys.executable, "-m", "benchmarks.memory_frontier", "--row"]
-            command += ["--models", name, "--kinds", kind]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
+            options = "--row", "--models", name, "--kinds", kind
+            rows.append(in_child("benchmarks.memory_frontier", *options, timeout_s=TIMEOUT_S))
     console = Console()
     console.print(table(rows))
     finish(console, True, f"{len(rows)} rows", json_path=json_path, figures=rows)

@@ -18,6 +18,7 @@ from torch import nn
 from benchmarks.plain_models import ResNet, TransformerEncoder
 
 Batch = dict[str, torch.Tensor]
+MakeBatch = Callable[[int, torch.Generator], Batch]
 
 SEQUENCE = 12
 EVEN_VOCABULARY = 128
@@ -43,7 +44,7 @@ class ModelCase:
 
     name: str
     build: Callable[[float], nn.Module]
-    make_batch: Callable[[int, torch.Generator], Batch]
+    make_batch: MakeBatch
     valid_labels: Callable[[Batch], int]
     casts_float32: bool = False
     running_statistics: bool = False
@@ -80,7 +81,7 @@ def drop_labels(
     return labels.masked_fill(dropped, IGNORED)
 
 
-def causal_batch(vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
+def causal_batch(vocabulary: int) -> MakeBatch:
     """Makes padded sequences whose labels are their own words."""
 
     def make(batch_size: int, generator: torch.Generator) -> Batch:
@@ -96,7 +97,7 @@ def causal_batch(vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
     return make
 
 
-def masked_batch(vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
+def masked_batch(vocabulary: int) -> MakeBatch:
     """Most labels are ignored, as where only masked words are to be found again."""
 
     def make(batch_size: int, generator: torch.Generator) -> Batch:
@@ -107,7 +108,7 @@ def masked_batch(vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
     return make
 
 
-def text_to_text_batch(vocabulary: int) -> Callable[[int, torch.Generator], Batch]:
+def text_to_text_batch(vocabulary: int) -> MakeBatch:
     """Makes padded sequences whose labels are other, shorter ones."""
 
     def make(batch_size: int, generator: torch.Generator) -> Batch:
@@ -126,11 +127,15 @@ def speech_batch(batch_size: int, generator: torch.Generator) -> Batch:
     return {"input_features": sound, "labels": text["labels"]}
 
 
-def image_batch(batch_size: int, generator: torch.Generator) -> Batch:
-    """Images `[batch_size, 3, height, width]` and their classes."""
-    images = torch.randn(batch_size, 3, IMAGE, IMAGE, generator=generator)
-    labels = torch.randint(0, CLASSES, (batch_size,), generator=generator)
-    return {"pixel_values": images, "labels": labels}
+def images(size: int) -> MakeBatch:
+    """Images `[batch, 3, size, size]` and their classes."""
+
+    def make(batch_size: int, generator: torch.Generator) -> Batch:
+        pixels = torch.randn(batch_size, 3, size, size, generator=generator)
+        labels = torch.randint(0, CLASSES, (batch_size,), generator=generator)
+        return {"pixel_values": pixels, "labels": labels}
+
+    return make
 
 
 def shifted(batch: Batch) -> int:
@@ -144,66 +149,29 @@ def unshifted(batch: Batch) -> int:
 
 
 def transformers_model(
-    class_name: str, config_name: str, dropouts: tuple[str, ...], **sizes: Any
+    class_name: str, dropouts: tuple[str, ...], **sizes: Any
 ) -> Callable[[float], nn.Module]:
     """A model of transformers; each of `dropouts` names a rate in its config."""
 
     def build(dropout: float) -> nn.Module:
-        config = getattr(transformers, config_name)(**sizes, **dict.fromkeys(dropouts, dropout))
+        kind = getattr(transformers, class_name)
+        config = kind.config_class(**sizes, **dict.fromkeys(dropouts, dropout))
         if hasattr(config, "use_cache"):
             config.use_cache = False
-        model = getattr(transformers, class_name)(config)
-        assert isinstance(model, nn.Module)
+        model: nn.Module = kind(config)
         return model
 
     return build
 
 
-def decoder(
-    name: str,
-    *,
-    dropouts: tuple[str, ...],
-    vocabulary: int = EVEN_VOCABULARY,
-    config: str = "",
-    **sizes: Any,
-) -> Callable[[float], nn.Module]:
-    """A causal language model whose config follows Llama's names."""
-    return transformers_model(
-        f"{name}ForCausalLM",
-        f"{config or name}Config",
-        dropouts,
-        **{
-            "vocab_size": vocabulary,
-            "hidden_size": HIDDEN,
-            "intermediate_size": WIDE,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **sizes,
-        },
-    )
-
-
-def speech_and_text_sizes(**sizes: Any) -> dict[str, Any]:
-    """What BART and Whisper share."""
-    return {
-        "d_model": HIDDEN,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": HEADS,
-        "decoder_attention_heads": HEADS,
-        "encoder_ffn_dim": WIDE,
-        "decoder_ffn_dim": WIDE,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-        **sizes,
-    }
-
-
+# The names that most configurations have for them.
+IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {"num_key_value_heads": KV_HEADS}
+VIT: dict[str, Any] = {"patch_size": 4, **SIZES}
 T5_SIZES: dict[str, Any] = {
     "vocab_size": EVEN_VOCABULARY, "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": WIDE,
     "num_layers": 2, "num_decoder_layers": 2, "num_heads": HEADS, "pad_token_id": 0,
@@ -211,113 +179,113 @@ T5_SIZES: dict[str, Any] = {
     "decoder_start_token_id": 0,
 }  # fmt: skip
 GPT_SIZES: dict[str, Any] = {
-    "vocab_size": ODD_VOCABULARY,
-    "n_positions": SEQUENCE,
-    "n_embd": HIDDEN,
-    "n_layer": LAYERS,
-    "n_head": HEADS,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GROUPED: dict[str, Any] = {"num_key_value_heads": KV_HEADS}
+    "vocab_size": ODD_VOCABULARY, "n_positions": SEQUENCE, "n_embd": HIDDEN, "n_layer": LAYERS,
+    "n_head": HEADS, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Of BART, Whisper and their likes. Whole layers that are left out at random would make the graph
+# depend on the draw.
+SEQ2SEQ_SIZES: dict[str, Any] = {
+    "d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": WIDE, "decoder_ffn_dim": WIDE, **IDS,
+    "decoder_start_token_id": 2, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+}  # fmt: skip
+GPT_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 SEQ2SEQ_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
+
+def causal_case(
+    name: str, build: Callable[[float], nn.Module], vocabulary: int = EVEN_VOCABULARY
+) -> ModelCase:
+    """A model that guesses the next word."""
+    return ModelCase(name, build, causal_batch(vocabulary), shifted, casts_float32=True)
+
+
+def like_llama(
+    name: str, class_name: str, *dropouts: str, vocabulary: int = EVEN_VOCABULARY, **sizes: Any
+) -> ModelCase:
+    """A causal language model of four layers, whose config follows Llama's names."""
+    build = transformers_model(
+        f"{class_name}ForCausalLM", dropouts or ("attention_dropout",),
+        **{"vocab_size": vocabulary, **SIZES, **IDS, **sizes},
+    )  # fmt: skip
+    return causal_case(name, build, vocabulary)
+
+
+def masked_case(
+    name: str,
+    class_name: str,
+    dropouts: tuple[str, ...] = BERT_DROPOUTS,
+    *,
+    casts_float32: bool = False,
+    **sizes: Any,
+) -> ModelCase:
+    """A model that guesses masked words."""
+    given = {"vocab_size": ODD_VOCABULARY, "max_position_embeddings": SEQUENCE, **SIZES, **IDS}
+    build = transformers_model(f"{class_name}ForMaskedLM", dropouts, **given | sizes)
+    make = masked_batch(ODD_VOCABULARY)
+    return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
+
+
+def like_bart(
+    name: str, class_name: str, *, casts_float32: bool = False, **sizes: Any
+) -> ModelCase:
+    """A model of text to text whose config follows BART's names."""
+    build = transformers_model(
+        f"{class_name}ForConditionalGeneration", SEQ2SEQ_DROPOUTS, vocab_size=EVEN_VOCABULARY,
+        **SEQ2SEQ_SIZES, **sizes,
+    )  # fmt: skip
+    make = text_to_text_batch(EVEN_VOCABULARY)
+    return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
+
+
+def like_t5(name: str, class_name: str, **sizes: Any) -> ModelCase:
+    """A model of text to text whose config follows T5's names."""
+    build = transformers_model(
+        f"{class_name}ForConditionalGeneration", ("dropout_rate",), **T5_SIZES, **sizes
+    )
+    make = text_to_text_batch(EVEN_VOCABULARY)
+    return ModelCase(name, build, make, unshifted, casts_float32=True)
+
+
+def classifier(
+    name: str,
+    class_name: str,
+    dropouts: tuple[str, ...] = (),
+    *,
+    image: int = IMAGE,
+    running_statistics: bool = False,
+    **sizes: Any,
+) -> ModelCase:
+    """A model that tells the class of an image."""
+    build = transformers_model(
+        f"{class_name}ForImageClassification", dropouts,
+        **{"image_size": image, "num_labels": CLASSES, **sizes},
+    )  # fmt: skip
+    return ModelCase(name, build, images(image), unshifted, running_statistics=running_statistics)
+
+
 _CASES = (
-    ModelCase(
-        "gpt2",
-        transformers_model(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-            **GPT_SIZES,
-        ),
-        causal_batch(ODD_VOCABULARY),
-        shifted,
-        casts_float32=True,
+    causal_case(
+        "gpt2", transformers_model("GPT2LMHeadModel", GPT_DROPOUTS, **GPT_SIZES), ODD_VOCABULARY
     ),
-    ModelCase(
-        "llama",
-        decoder("Llama", dropouts=("attention_dropout",), **GROUPED),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
-        casts_float32=True,
-    ),
-    ModelCase(
-        "qwen2",
-        decoder("Qwen2", dropouts=("attention_dropout",), vocabulary=ODD_VOCABULARY, **GROUPED),
-        causal_batch(ODD_VOCABULARY),
-        shifted,
-        casts_float32=True,
-    ),
-    ModelCase(
-        "t5",
-        transformers_model("T5ForConditionalGeneration", "T5Config", ("dropout_rate",), **T5_SIZES),
-        text_to_text_batch(EVEN_VOCABULARY),
-        unshifted,
-        casts_float32=True,
-    ),
-    ModelCase(
-        "bart",
-        transformers_model(
-            "BartForConditionalGeneration",
-            "BartConfig",
-            SEQ2SEQ_DROPOUTS,
-            **speech_and_text_sizes(vocab_size=EVEN_VOCABULARY, max_position_embeddings=SEQUENCE),
-        ),
-        text_to_text_batch(EVEN_VOCABULARY),
-        unshifted,
-    ),
+    like_llama("llama", "Llama", **GROUPED),
+    like_llama("qwen2", "Qwen2", vocabulary=ODD_VOCABULARY, **GROUPED),
+    like_t5("t5", "T5"),
+    like_bart("bart", "Bart", max_position_embeddings=SEQUENCE),
     ModelCase(
         "whisper",
         transformers_model(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            SEQ2SEQ_DROPOUTS,
-            **speech_and_text_sizes(
-                vocab_size=ODD_VOCABULARY,
-                num_mel_bins=MELS,
-                max_source_positions=FRAMES // 2,  # its second convolution has stride 2
-                max_target_positions=SEQUENCE,
-            ),
+            "WhisperForConditionalGeneration", SEQ2SEQ_DROPOUTS, vocab_size=ODD_VOCABULARY,
+            num_mel_bins=MELS,
+            max_source_positions=FRAMES // 2,  # its second convolution has stride 2
+            max_target_positions=SEQUENCE, **SEQ2SEQ_SIZES,
         ),
         speech_batch,
         unshifted,
     ),
-    ModelCase(
-        "bert",
-        transformers_model(
-            "BertForMaskedLM",
-            "BertConfig",
-            BERT_DROPOUTS,
-            vocab_size=ODD_VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=WIDE,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=SEQUENCE,
-            pad_token_id=0,
-        ),
-        masked_batch(ODD_VOCABULARY),
-        unshifted,
-    ),
-    ModelCase(
-        "vit",
-        transformers_model(
-            "ViTForImageClassification",
-            "ViTConfig",
-            BERT_DROPOUTS,
-            image_size=IMAGE,
-            patch_size=4,
-            hidden_size=HIDDEN,
-            intermediate_size=WIDE,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_labels=CLASSES,
-        ),
-        image_batch,
-        unshifted,
-    ),
+    masked_case("bert", "Bert"),
+    classifier("vit", "ViT", BERT_DROPOUTS, **VIT),
     ModelCase(
         "transformer_encoder",
         lambda dropout: TransformerEncoder(
@@ -329,59 +297,19 @@ _CASES = (
     ModelCase(
         "resnet",
         lambda dropout: ResNet(width=8, blocks=(2, 2), classes=CLASSES, dropout=dropout),
-        image_batch,
+        images(IMAGE),
         unshifted,
         running_statistics=True,
     ),
-    ModelCase(
-        "llama_tied",
-        decoder("Llama", dropouts=("attention_dropout",), tie_word_embeddings=True, **GROUPED),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
-        casts_float32=True,
+    like_llama("llama_tied", "Llama", tie_word_embeddings=True, **GROUPED),
+    like_llama("mistral", "Mistral", sliding_window=6, **GROUPED),
+    like_llama("mixtral", "Mixtral", num_local_experts=4, num_experts_per_tok=2, **GROUPED),
+    like_llama("gpt_neox", "GPTNeoX", "attention_dropout", "hidden_dropout"),
+    like_llama(
+        "opt", "OPT", "attention_dropout", "dropout", ffn_dim=WIDE, word_embed_proj_dim=HIDDEN,
+        max_position_embeddings=SEQUENCE,
     ),
-    ModelCase(
-        "mistral",
-        decoder("Mistral", dropouts=("attention_dropout",), sliding_window=6, **GROUPED),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
-        casts_float32=True,
-    ),
-    ModelCase(
-        "mixtral",
-        decoder(
-            "Mixtral",
-            dropouts=("attention_dropout",),
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            **GROUPED,
-        ),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
-        casts_float32=True,
-    ),
-    ModelCase(
-        "gpt_neox",
-        decoder("GPTNeoX", dropouts=("attention_dropout", "hidden_dropout")),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
-        casts_float32=True,
-    ),
-    ModelCase(
-        "opt",
-        decoder(
-            "OPT",
-            dropouts=("attention_dropout", "dropout"),
-            ffn_dim=WIDE,
-            word_embed_proj_dim=HIDDEN,
-            max_position_embeddings=SEQUENCE,
-        ),
-        causal_batch(EVEN_VOCABULARY),
-        shifted,
-        casts_float32=True,
-    ),
-)
-
+)  # fmt: skip
 MODELS: dict[str, ModelCase] = {case.name: case for case in _CASES}
 
 # The ten of the equivalence table; the rest are for the comparison with torch's own pipelining.

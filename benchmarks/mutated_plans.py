@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any
 
-import pydantic
 import torch
 import transformers
 import typer
@@ -28,6 +27,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
+from benchmarks.fuzz.mutations import PLAN_HEAD, damaged_bytes, places_in, rehashed
+from benchmarks.harness import finish
 from benchmarks.models import words
 from merakc.equality.check import DOUBLE, LIMIT
 from merakc.equality.compare import worst_difference
@@ -37,7 +38,7 @@ from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
-from merakc.ir.plan_file import PlanFile, file_text, parse_plan
+from merakc.ir.plan_file import PlanFile, parse_plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import parse_shards
@@ -53,9 +54,7 @@ SAMPLES, MICRO_BATCHES, VOCABULARY, LENGTH = 8, 4, 24, 6
 REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"
 # What a plan reports and does not decide.
 REPORTED = ("model", "whole_ops", "opaque_modules", "head", "batch_size")
-HEAD = ("schema_version", "hash", "file_hash")
 MOST_RANKS = 8  # that are started to train
-_ADAPTER = pydantic.TypeAdapter(PlanFile)
 
 
 @cache
@@ -151,7 +150,8 @@ def mutants(count: int, seed: int) -> Iterator[Mutant]:
         base = rng.randrange(len(texts))
         hashed = k % 2 == 1
         if not hashed and rng.random() < 0.5:
-            yield Mutant(base, mutate_bytes(texts[base], rng), False)
+            damaged = damaged_bytes(texts[base], rng).decode(errors="replace")
+            yield Mutant(base, damaged, False)
             continue
         body = json.loads(texts[base])
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -159,33 +159,13 @@ def mutants(count: int, seed: int) -> Iterator[Mutant]:
         yield Mutant(base, rehashed(body) if hashed else json.dumps(body), hashed)
 
 
-def mutate_bytes(text: str, rng: random.Random) -> str:
-    """The text with some characters lost, doubled, changed or cut off."""
-    start = rng.randrange(len(text))
-    end = min(len(text), start + rng.choice((1, 1, 2, 8, 64)))
-    match rng.randrange(5):
-        case 0:
-            return text[:start] + text[end:]
-        case 1:
-            return text[:end] + text[start:]
-        case 2:
-            return text[:start]
-        case 3:
-            return (
-                text[:start] + chr(rng.choice((0, 34, 44, 45, 48, 57, 93, 125, 955))) + text[end:]
-            )
-        case _:
-            digits = [k for k, letter in enumerate(text) if letter.isdigit()]
-            at = rng.choice(digits)
-            return text[:at] + rng.choice("0123456789") + text[at + 1 :]
-
-
 def mutate_body(body: dict[str, Any], rng: random.Random) -> None:
     """Changes one value, key or entry in place; each field of the plan is as likely as any."""
     decided = body["decisions"]
     tops = [(decided, k) for k in decided]
-    tops += [(body, k) for k in body if k not in (*HEAD, "decisions")]
-    places = list(_places(*rng.choice(tops)))
+    tops += [(body, k) for k in body if k not in (*PLAN_HEAD, "decisions")]
+    top, name = rng.choice(tops)
+    places = [(top, name), *places_in(top[name])]
     owner, key = rng.choice(places)
     value = owner[key]
     match rng.randrange(8):
@@ -208,15 +188,6 @@ def mutate_body(body: dict[str, Any], rng: random.Random) -> None:
             owner[key] = _another(value, rng)
 
 
-def _places(owner: Any, key: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value below, as what holds it and under which key."""
-    yield owner, key
-    value = owner[key]
-    if isinstance(value, dict | list):
-        for inner in value if isinstance(value, dict) else range(len(value)):
-            yield from _places(value, inner)
-
-
 def _another(value: Any, rng: random.Random) -> Any:
     """A value of the same kind, near or far, or of another kind."""
     if rng.random() < 0.3:
@@ -233,15 +204,6 @@ def _another(value: Any, rng: random.Random) -> Any:
                    value[at + 1 :], value + value[at:], value.upper())  # fmt: skip
         return rng.choice(choices)
     return rng.choice((0, "", []))
-
-
-def rehashed(body: dict[str, Any]) -> str:
-    """The file of those contents with hashes that fit, if they can be read at all."""
-    rest = {k: v for k, v in body.items() if k not in HEAD}
-    try:
-        return file_text(_ADAPTER.validate_python(rest).hash, rest)
-    except (pydantic.ValidationError, MerakError):
-        return json.dumps(body)
 
 
 def judge(mutant: Mutant) -> tuple[str, str | Plan]:
@@ -313,9 +275,7 @@ def main(
     for text in faults:
         console.print(text, style="red", markup=False)
     wall_s = time.perf_counter() - start_s
-    console.print(f"{'FAILED' if faults else 'passed'}: {count:,} files, {len(faults)} faults, "
-                  f"{wall_s:.0f} s")  # fmt: skip
-    raise typer.Exit(1 if faults else 0)
+    finish(console, not faults, f"{count:,} files, {len(faults)} faults, {wall_s:.0f} s")
 
 
 if __name__ == "__main__":

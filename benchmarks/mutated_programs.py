@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import finish
 from benchmarks.models import MODELS
 from benchmarks.mutated_orders import Faulty, Walk, mutated, refused
 from merakc.errors import ProgramError
@@ -166,12 +167,9 @@ def main(
         numbers = [f"{found[o]:,}" for o in (REFUSED, HARMLESS, ESCAPED)]
         table.add_row(name, *numbers, f"{found[ESCAPED] / count:.2%}")
     console.print(table)
-    failed = worst > MOST_ESCAPES
     told = f"{3 * count:,} Programs, at most {worst:.2%} escape"
-    console.print(
-        f"{'FAILED' if failed else 'passed'}: {told}, {time.perf_counter() - start_s:.0f} s"
-    )
-    raise typer.Exit(1 if failed else 0)
+    told += f", {time.perf_counter() - start_s:.0f} s"
+    finish(console, worst <= MOST_ESCAPES, told)
 
 
 if __name__ == "__main__":

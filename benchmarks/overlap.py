@@ -20,8 +20,6 @@ computing and communicating alone.
 
 from __future__ import annotations
 
-import datetime
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,14 +27,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import DocPath, JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, markdown, rich_table
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
+from benchmarks.reports import told_run
 from merakc.machines.cluster import NOMINAL_CPU
 
 MODELS = "llama,gpt2"
@@ -143,15 +141,13 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def document(found: Sequence[Row], failures: Sequence[str], size: Size, rounds: int) -> str:
+def document(found: Sequence[Row], failures: Sequence[str], size: Size) -> str:
     """The table as a page of the documentation, with when and on what it was measured."""
-    lines = [HEADS, ["---:"] * len(HEADS), *(texts for row in found for texts in row_texts(row))]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    body = markdown([HEADS, *(texts for row in found for texts in row_texts(row))], left=0)
     missed = "".join(f"- {line}\n" for line in failures) or "Everything asked for was found.\n"
     return f"""# Communication of tensor parallelism under computation
 
-`python -m benchmarks.overlap --rounds {rounds}`, {datetime.date.today()}, {os.cpu_count()} CPU
-cores, gloo, torch {torch.__version__}, transformers {transformers.__version__}; two ranks train
+{told_run("benchmarks.overlap", sys.argv[1:])} Two ranks train over gloo
 {size.layers} layers of {size.hidden} hidden units on {size.samples} samples of {size.sequence}
 words.
 
@@ -238,7 +234,7 @@ def main(
     finish(
         console, not failures, "", json_path=json_path,
         figures={"passed": not failures, "size": size, "rows": found}, doc=doc,
-        page=lambda: document(found, failures, size, rounds),
+        page=lambda: document(found, failures, size),
     )  # fmt: skip
 
 

@@ -7,6 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
+class Around(nn.Module):
+    """A model around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
 class TransformerEncoder(nn.Module):
     """`nn.TransformerEncoder` between an embedding and a head over the words.
 

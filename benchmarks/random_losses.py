@@ -26,6 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 import merakc
+from benchmarks.harness import finish
 from benchmarks.loss_cells import Verdict
 from benchmarks.loss_formulas.formula import (
     CLASSES,
@@ -321,13 +322,11 @@ def main(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     counts = Counter(verdict for verdict, _ in found.values())
     bad = counts[Verdict.WRONG] + counts[Verdict.CRASH]
-    console.print(
-        f"{'FAILED' if bad else 'passed'}: "
-        + ", ".join(f"{counts[v]} {v}" for v in Verdict)
-        + f" of {len(found)} different losses, seed {seed}, {time.perf_counter() - start_s:.0f} s",
-        highlight=False,
+    told = ", ".join(f"{counts[v]} {v}" for v in Verdict)
+    wall_s = time.perf_counter() - start_s
+    finish(
+        console, not bad, f"{told} of {len(found)} different losses, seed {seed}, {wall_s:.0f} s"
     )
-    raise typer.Exit(1 if bad else 0)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,9 +33,11 @@ from benchmarks.harness import (
     in_child,
     known,
     markdown,
+    on_one_core,
     rich_table,
     tracked,
 )
+from benchmarks.plain_models import Around
 
 MOST_S, MOST_BYTES, MOST_FASTER = 20.0, 1 << 30, 0.01
 CHILD_TIMEOUT_S = 1800.0
@@ -211,12 +213,8 @@ JOBS = {
 }  # fmt: skip
 
 
-class _Denoiser(nn.Module):
+class _Denoiser(Around):
     """Diffusers' DiT with the loss that it is trained with."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(
         self, sample: torch.Tensor, timestep: torch.Tensor, class_labels: torch.Tensor,
@@ -249,17 +247,7 @@ def run_job(name: str, *, neighbours: bool) -> Found:
 
 
 def plan_here(job: Job, *, neighbours: bool) -> Found:
-    """The figures of this process."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from merakc.machines.garbage import few_collections, leave_garbage
-
-    leave_garbage()  # as the command line does
-    with few_collections():
-        return _planned(job, neighbours=neighbours)
-
-
-def _planned(job: Job, *, neighbours: bool) -> Found:
-    """The same, with all that is imported for it."""
+    """The figures of this process, with all that is imported."""
     from merakc.cli.clusters import machines
     from merakc.ir.precision import parse_precision
     from merakc.planner.offers import Case, Offer, Offers
@@ -372,7 +360,8 @@ def main(
 ) -> None:
     """Plans the jobs; exits with 1 where one misses something."""
     if child:
-        print(json.dumps(dataclasses.asdict(plan_here(JOBS[child], neighbours=neighbours))))
+        found = on_one_core(partial(plan_here, JOBS[child], neighbours=neighbours))
+        print(json.dumps(dataclasses.asdict(found)))
         return
     console = Console(width=max(Console().width, 200))
     found: dict[str, Found] = {}

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.models import Batch, ModelCase
 from merakc.equality.batch_norms import norms_by_parts
-from merakc.equality.casts import grouped_products, lifted_casts
+from merakc.equality.casts import lifted_casts
 from merakc.equality.compare import (
     ADAM_EPS,
     LEARNING_RATE,
@@ -30,7 +30,6 @@ __all__ = [
     "LEARNING_RATE",
     "Reference",
     "Tensors",
-    "grouped_products",
     "lifted_casts",
     "optimizer_for",
     "split_batch",

@@ -229,9 +229,6 @@ def counting_all(graph: Any, node: Node, *_: Any) -> Any:
     return graph.specs[node.args[1]].numel
 
 
-_mean_over_labels = normalise._Writer.mean_over_labels
-
-
 def mean_as_it_is(self: Any, node: Node) -> None:
     """A mean over labels as it was recorded."""
     self.nodes.append(node)

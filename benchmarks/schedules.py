@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, rich_table, write_json
+from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.ir.costs import StageCost
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import EFFORT, generate
@@ -305,15 +305,15 @@ def main(
             every[name] = uneven_rows(*cell, factors[cell], effort)
         progress.add_task("auto at p = 16 and 64", total=None)
         timed = speed_rows(effort) if speed else []
-    good = report(console, every, timed)
-    write_json(json_path, {"passed": good, "tables": every, "speed": timed})
-    raise typer.Exit(0 if good else 1)
+    good, told = report(console, every, timed)
+    figures = {"passed": good, "tables": every, "speed": timed}
+    finish(console, good, told, json_path=json_path, figures=figures)
 
 
 def report(
     console: Console, every: dict[str, list[Row]], timed: Sequence[dict[str, float]]
-) -> bool:
-    """Prints the tables and what was missed; whether nothing was."""
+) -> tuple[bool, str]:
+    """Prints the tables and what was missed; whether nothing was, and how much of it."""
     for name, rows in every.items():
         console.print(table_of(name, rows))
         if len(rows) == 2 and name.startswith("head"):
@@ -330,11 +330,7 @@ def report(
         console.print(f"MISSED: {row.name}, p = {row.ranks}, m = {row.micro_batches}")
     checked = sum(row.limit is not None for rows in every.values() for row in rows) + len(timed)
     good = not missed and not late
-    console.print(
-        f"{'passed' if good else 'FAILED'}: {checked - len(missed) - len(late)} of {checked} "
-        f"figures as asked"
-    )
-    return good
+    return good, f"{checked - len(missed) - len(late)} of {checked} figures as asked"
 
 
 if __name__ == "__main__":

@@ -31,11 +31,7 @@ from merakc.ir.batches import BatchLayout
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Cluster, Hardware
 from merakc.machines.cluster_files import hardware_for, preset
-from merakc.planner.candidates import (
-    Candidates,
-    find_candidates,
-    open_strategies,
-)
+from merakc.planner.candidates import Candidates, find_candidates, open_strategies
 from merakc.planner.choose import state_precision
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import resource
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, finish, in_child, rich_table
+from benchmarks.harness import JsonPath, finish, in_child, on_one_core, rich_table
 
 MOST_BYTES = 2 << 30
 CHILD_TIMEOUT_S = 600.0
@@ -67,17 +67,7 @@ def run_case(case: Case) -> Search:
 
 
 def search_here(case: Case) -> dict[str, object]:
-    """The figures of this process, once the plan is written."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    from merakc.machines.garbage import few_collections, leave_garbage
-
-    leave_garbage()  # as the command line does
-    with few_collections():
-        return _searched(case)
-
-
-def _searched(case: Case) -> dict[str, object]:
-    """The same, with all that is imported for it."""
+    """The figures of this process with all that is imported, once the plan is written."""
     from merakc.cli.clusters import machines
     from merakc.ir.plan_file import PlanFile
     from merakc.ir.precision import parse_precision
@@ -133,7 +123,7 @@ def main(
 ) -> None:
     """Times the searches; exits with 1 where one took longer or more memory than it may."""
     if child:
-        print(json.dumps(search_here(Case(**json.loads(child)))))
+        print(json.dumps(on_one_core(partial(search_here, Case(**json.loads(child))))))
         return
     console = Console(width=max(Console().width, 150))
     wanted = [m for m in models.split(",") if m]

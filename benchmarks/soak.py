@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import merakc
+from benchmarks.harness import finish
 from benchmarks.models import MODELS
 from merakc.equality.ranks import RankError, run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
@@ -211,11 +212,8 @@ def main(
     wrong = faults(whole, found)
     for text in wrong:
         console.print(text, style="red", markup=False)
-    console.print(
-        f"{'FAILED' if wrong else 'passed'}: {layout}, {steps} steps, {len(found) - 1} kills, "
-        f"{len(whole.evaluated)} evaluations, {time.perf_counter() - start_s:.0f} s"
-    )
-    raise typer.Exit(1 if wrong else 0)
+    told = f"{layout}, {steps} steps, {len(found) - 1} kills, {len(whole.evaluated)} evaluations"
+    finish(console, not wrong, f"{told}, {time.perf_counter() - start_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rich.console import Console
 
 import merakc
 from benchmarks.harness import rich_table
+from benchmarks.memory import resident_bytes
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -62,19 +63,12 @@ def fake_files(folder: Path, layers: int) -> int:
     return at
 
 
-def memory_bytes() -> tuple[int, int]:
-    """What this process holds now, and the most since it was last forgotten."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
-    return int(found["VmRSS"]) << 10, int(found["VmHWM"]) << 10
-
-
 def started(way: str, folder: Path, layers: int, precision: str | None) -> tuple[float, int, int]:
     """Seconds until the model is there, the bytes of this rank's shard, and its peak."""
     ids = torch.zeros(2, 16, dtype=torch.long)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
-    before, _ = memory_bytes()
+    before, _ = resident_bytes()
     start_s = time.perf_counter()
     if way.startswith("from_pretrained"):
         where = {"device_map": "meta"} if way.endswith("meta") else {}
@@ -87,7 +81,7 @@ def started(way: str, folder: Path, layers: int, precision: str | None) -> tuple
         plain, {"input_ids": ids, "labels": ids}, cluster=NOMINAL_CPU, precision=precision,
         **files, **LAYOUT,
     )  # fmt: skip
-    seconds, (_, peak) = time.perf_counter() - start_s, memory_bytes()
+    seconds, (_, peak) = time.perf_counter() - start_s, resident_bytes()
     each = 2 if precision is not None else 0  # the copies that are computed with
     shard_bytes = 0
     for tensor in model.state_dict(keep_vars=True).values():

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import DocPath, JsonPath, bar, markdown, write_json
+from benchmarks.harness import DocPath, JsonPath, bar, finish, markdown
 from benchmarks.peers.environments import Environment, MissingPeerError, deepspeed_environment
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from benchmarks.peers.rounds import CHECKED_STEPS, Course, Entry, Row, ratios
@@ -197,14 +197,13 @@ def _about(training: Training, environments: Mapping[str, Environment], wall_s: 
     )
 
 
-def report(console: Console, rows: Sequence[Row], notes: Sequence[str], wall_s: float) -> list[str]:
+def report(console: Console, rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
     """Prints the tables, what is missing and what is wrong; gives the latter."""
     for network in dict.fromkeys(row.network for row in rows):
         console.print(table_of(network, rows))
     wrong = complaints(rows)
     for line in (*notes, *wrong):
         console.print(line, markup=False)
-    console.print(f"{'FAILED' if wrong else 'passed'}: {len(rows)} rows, {wall_s:.0f} s")
     return wrong
 
 
@@ -245,14 +244,14 @@ def main(
         course = Course(training, environments, advance)
         rows, skipped = measure_all(names, found, course, rounds, steps)
     notes += skipped + [f"{r.network}, {r.entry.label}: {r.failure}" for r in rows if r.failure]
-    wrong = report(console, rows, notes, wall_s := time.perf_counter() - start_s)
-    if doc is not None:
-        doc.write_text(document(rows, notes, _about(training, environments, wall_s)))
-    if json_path is not None:
-        body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong}
-        listed = [dataclasses.asdict(r) | {"step_s": r.step_s, "hidden": r.hidden} for r in rows]
-        write_json(json_path, body | {"rows": listed})
-    raise typer.Exit(1 if wrong else 0)
+    wrong, wall_s = report(console, rows, notes), time.perf_counter() - start_s
+    body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong}
+    listed = [dataclasses.asdict(r) | {"step_s": r.step_s, "hidden": r.hidden} for r in rows]
+    finish(
+        console, not wrong, f"{len(rows)} rows, {wall_s:.0f} s", json_path=json_path,
+        figures=body | {"rows": listed}, doc=doc,
+        page=lambda: document(rows, notes, _about(training, environments, wall_s)),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

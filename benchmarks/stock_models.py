@@ -23,12 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from rich.console import Console
-from rich.progress import Progress
-from rich.text import Text
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import merakc
-from benchmarks.harness import DocPath, JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, bar, finish, markdown, rich_table
 from benchmarks.models import MODELS, ModelCase, shifted, words
 from benchmarks.peers.results import reason
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
@@ -235,10 +233,6 @@ def score(cells: list[Cell]) -> list[str]:
 
 def document(cells: list[Cell], reasons: list[str], wall_s: float, arguments: list[str]) -> str:
     """The table as a page of the documentation."""
-    rows = rows_of(cells, reasons)
-    rows.insert(1, ["---"] * len(rows[0]))
-    plain = [[Text.from_markup(text).plain for text in row] for row in rows]
-    table = "\n".join("| " + " | ".join(row) + " |" for row in plain)
     listed = "\n".join(f"{k}. {text}" for k, text in enumerate(reasons, 1)) or "Nothing fails."
     scores = "\n".join(f"- {line}" for line in score(cells))
     return f"""# Stock models, cut by torch's tracer and by merakc
@@ -252,7 +246,7 @@ the largest relative error of a gradient, against the plain model in one process
 right below {BOUNDS["torch"]:.0e}; merakc in float64 with the models' own casts to float32 lifted on
 both sides, right below {BOUNDS["merakc"]:.0e}.
 
-{table}
+{markdown(rows_of(cells, reasons))}
 
 {scores}
 
@@ -274,15 +268,15 @@ def main(
     console.width = max(console.width, WIDTH)
     names, counts = models.split(","), [int(count) for count in stages.split(",")]
     cells = []
-    with Progress(console=console) as progress:
-        bar = progress.add_task("", total=len(names) * len(systems.split(",")) * len(counts))
+    with bar(console) as progress:
+        task = progress.add_task("", total=len(names) * len(systems.split(",")) * len(counts))
         for name in names:
             for system in systems.split(","):
                 wanted = train_plain(name, system)
                 for count in counts:
-                    progress.update(bar, description=f"{name}, {system}, {count} stages")
+                    progress.update(task, description=f"{name}, {system}, {count} stages")
                     cells.append(measure(name, system, count, wanted))
-                    progress.advance(bar)
+                    progress.advance(task)
     reasons = list(dict.fromkeys(cell.failure for cell in cells if cell.failure))
     title = "A training step in pipeline stages, against one process"
     rows = rows_of(cells, reasons)

@@ -20,14 +20,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import transformers
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, finish, in_a_folder, known, write_json
+from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, write_json
 from benchmarks.layouts import Difference, Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
@@ -153,13 +154,9 @@ def measure_cell(model: str, cell: str, timeout_s: float) -> Cell:
 @cache
 def _reference(model: str, dp: int) -> Reference:
     return train_reference(
-        ZOO[model],
-        batch_size=BATCH_SIZE,
-        micro_batches=MICRO_BATCHES,
-        steps=1,
-        lift_casts=True,
+        ZOO[model], batch_size=BATCH_SIZE, micro_batches=MICRO_BATCHES, steps=1, lift_casts=True,
         dp=dp,
-    )
+    )  # fmt: skip
 
 
 def _last_lines(details: str) -> str:
@@ -192,16 +189,7 @@ def measure_all(
 def load(path: Path) -> dict[str, Row]:
     """The rows that `--json` has written, by model; none where there is no such file."""
     rows = json.loads(path.read_text()) if path.exists() else []
-    return {row["model"]: _row(**row) for row in rows}
-
-
-def _row(cells: dict[str, Any], whole_ops: list[str], **own: Any) -> Row:
-    found = {
-        name: Cell(error and Difference(**error), **rest)
-        for name, cell in cells.items()
-        for error, rest in [(cell["error"], {k: v for k, v in cell.items() if k != "error"})]
-    }
-    return Row(whole_ops=tuple(whole_ops), cells=found, **own)
+    return {row.model: row for row in TypeAdapter(list[Row]).validate_python(rows)}
 
 
 def progress(row: Row, done: int, total: int) -> str:
@@ -231,14 +219,13 @@ def page(rows: list[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     reasons = list(dict.fromkeys(c.reason for r in rows for c in r.cells.values() if c.reason))
     head = ["model", *names, "parameters", "trace s", "nodes", "ops without rules", "why not"]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for row in rows:
         numbers = {reasons.index(c.reason) + 1: None for c in row.cells.values() if c.reason}
         figures = [f"{row.parameters:,}", f"{row.trace_s:.2f}", row.nodes, len(row.whole_ops) or ""]
         why = ", ".join(map(str, numbers))
         marks = [_mark(row.cells[name]) for name in names]
         lines.append([row.model, *marks, *map(str, figures), why])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"{k}. {one_line(reason)}" for k, reason in enumerate(reasons, 1))
     return f"""# Which models train in which layouts
 
@@ -260,7 +247,7 @@ the number of the reason in the last column; **wrong** is different from one pro
 the seconds in which one micro-batch is recorded, *nodes* the operations found. *Ops without rules*
 counts the places in the model whose operations are computed whole on every tp rank.
 
-{table}
+{markdown(lines)}
 
 ## Why not
 

@@ -87,14 +87,6 @@ def copy_to(x: Tensor, axis: str) -> Tensor:
     return out
 
 
-def divide_gradient(x: Tensor, ranks: int) -> Tensor:
-    """A copy of x, of which so many ranks make the same gradient; backward: one rank's share of it,
-    so that all ranks' shares add up to it.
-    """
-    out: Tensor = torch.ops.merakc.divide_gradient(x, ranks)
-    return out
-
-
 def all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
     """Every rank's x, concatenated along `dim`; backward: this rank's slice of the gradient.
 
@@ -229,6 +221,7 @@ def _copy_to(x: Tensor, axis: str) -> Tensor:
 
 
 def _divide_gradient(x: Tensor, ranks: int) -> Tensor:
+    """A copy of x, of which so many ranks make the same gradient; backward: one rank's share."""
     return _contiguous_copy(x)
 
 

@@ -20,6 +20,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import merakc
+from benchmarks.memory import resident_bytes
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -35,22 +36,15 @@ LATER_S = 0.05  # beyond the copy, which wait=False cannot do without
 Figures = dict[str, tuple[float, float]]  # seconds, and bytes of memory beyond those before
 
 
-def _memory_bytes() -> tuple[int, int]:
-    """What this process holds now, and the most since `_forget`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
-    return int(found["VmRSS"]) << 10, int(found["VmHWM"]) << 10
-
-
 def _timed(work: Callable[[Path], object], place: Path) -> tuple[float, float]:
     """Seconds of work on a place, and the most memory beyond what was held before."""
     os.sync()
     Path("/proc/self/clear_refs").write_text("5")
-    before, _ = _memory_bytes()
+    before, _ = resident_bytes()
     dist.barrier()  # last, so that no rank's wait for another's `sync` counts
     start_s = time.perf_counter()
     work(place)
-    return time.perf_counter() - start_s, _memory_bytes()[1] - before
+    return time.perf_counter() - start_s, resident_bytes()[1] - before
 
 
 def _trained(layout: dict[str, Any]) -> tuple[merakc.ParallelModel, torch.optim.Optimizer]:

@@ -8,8 +8,7 @@ are compared twice: as they are, to 1e-5, and with those casts lifted on both si
 
 from __future__ import annotations
 
-import datetime
-import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from functools import cache, partial
 from itertools import product
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 
@@ -29,6 +26,7 @@ from benchmarks.layouts import Difference, Task, train_layout, train_twice, wors
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
+from benchmarks.reports import told_run
 from benchmarks.zoo_models import ZOO
 from merakc.errors import MerakError
 from merakc.ir.program import Mesh
@@ -153,13 +151,10 @@ def document(cells: Sequence[LayoutCell], wall_s: float) -> str:
     """The table as a page of the documentation, with when and on what it was measured."""
     refusals = dict.fromkeys(f"{c.model} {c.layout}: {c.refused}" for c in cells if c.refused)
     notes = "\n".join(f"- {reason}" for reason in refusals) or "No cell refused."
-    axis = cells[0].axis
-    asked = "" if axis == "tp" else f" --axis {axis}"
+    axis, about = cells[0].axis, told_run("benchmarks.equivalence", sys.argv[1:])
     return f"""# Every layout trains as one process does
 
-`python -m benchmarks.equivalence layouts{asked}`, {datetime.date.today()},
-{os.cpu_count()} CPU cores, gloo, torch {torch.__version__}, transformers
-{transformers.__version__}, {wall_s:.0f} s in all.
+{about} {wall_s:.0f} s in all, over gloo.
 
 The largest relative error in float64 of the loss of each step, every gradient of each step, and
 every weight and buffer after {STEPS} AdamW steps, against the plain model in one process on the

@@ -12,16 +12,12 @@ way is compared bit by bit with torch's `DistributedDataParallel`.
 
 from __future__ import annotations
 
-import datetime
-import os
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 
@@ -41,7 +37,7 @@ from benchmarks.equivalence.state_cells import (
     measure_equality,
 )
 from benchmarks.harness import DocPath, JsonPath, known, markdown, rich_table, tracked
-from benchmarks.reports import told_command
+from benchmarks.reports import told_run
 
 TABLE_WIDTH = 130
 COLUMNS = (
@@ -74,15 +70,14 @@ def equality_texts(equalities: Sequence[Equality]) -> list[list[str]]:
 
 
 def document(
-    cells: Sequence[StateCell], equalities: Sequence[Equality], command: str, wall_s: float
+    cells: Sequence[StateCell], equalities: Sequence[Equality], about: str, wall_s: float
 ) -> str:
     """The tables as a page of the documentation, with when and on what they were measured."""
     passed = [c.passed for c in cells] + [e.passed for e in equalities]
     failed = passed.count(False)
     return f"""# Sharded state trains, and weighs, as it should
 
-`{command}`, {datetime.date.today()}, {os.cpu_count()} CPU cores, gloo,
-torch {torch.__version__}, transformers {transformers.__version__}, {wall_s:.0f} s in all:
+{about} {wall_s:.0f} s in all, over gloo:
 {len(cells) + len(equalities)} comparisons, {failed} failed.
 
 *Error* is the largest relative error in float64 of the loss and every gradient of {STEPS} AdamW
@@ -141,6 +136,6 @@ def main(
     console.print(rich_table([COLUMNS, *texts], left=4, title=title))
     title = "Bits, on two ranks, against DistributedDataParallel"
     console.print(rich_table(equality_texts(equalities), left=2, title=title))
-    command = told_command("benchmarks.equivalence", sys.argv[1:])
-    page = partial(document, cells, equalities, command, time.perf_counter() - start_s)
+    about = told_run("benchmarks.equivalence", sys.argv[1:])
+    page = partial(document, cells, equalities, about, time.perf_counter() - start_s)
     conclude(console, [*cells, *equalities], json_path, doc=doc, page=page)

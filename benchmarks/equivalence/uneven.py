@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import Batch, ModelCase
+from benchmarks.zoo_models.batches import samples
 
 INPUTS, HIDDEN, WIDE, OUTPUTS, BLOCKS = 5, 7, 13, 3, 4
 
@@ -53,8 +54,4 @@ def _batch(batch_size: int, generator: torch.Generator) -> Batch:
     return {"x": x, "target": torch.randn(batch_size, OUTPUTS, generator=generator)}
 
 
-def _samples(batch: Batch) -> int:
-    return len(batch["x"])
-
-
-UNEVEN = ModelCase("uneven", lambda _: Uneven(), _batch, _samples)
+UNEVEN = ModelCase("uneven", lambda _: Uneven(), _batch, samples)

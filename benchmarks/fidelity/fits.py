@@ -33,11 +33,7 @@ from merakc.planner.job import Framework
 
 RIGHT = 0.95
 # Hidden size, heads, layers and feed-forward width of the Llamas (arXiv 2302.13971, table 2).
-SIZES = {
-    "13B": (5120, 40, 40, 13824),
-    "30B": (6656, 52, 60, 17920),
-    "65B": (8192, 64, 80, 22016),
-}
+SIZES = {"13B": (5120, 40, 40, 13824), "30B": (6656, 52, 60, 17920), "65B": (8192, 64, 80, 22016)}
 VOCAB = 128_000  # which the sheets' own utilization tells
 ATTENTION: dict[str, Attention] = {
     "torch": "ops", "fused": "softmax kernel", "flash_attentionv1.0.8": "flash 1",

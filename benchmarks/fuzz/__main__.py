@@ -30,6 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.fuzz.subjects import Subject, changed, run, subjects
+from benchmarks.harness import finish
 from merakc.errors import MerakError
 
 MOST_S, MOST_BYTES = 5.0, 500 * 10**6
@@ -187,11 +188,8 @@ def main(
     for text in faults[:50]:
         console.print(ascii(text), style="red", markup=False)
     total = sum(own.outcomes.total() for own in found.values())
-    console.print(
-        f"{'FAILED' if faults else 'passed'}: {total:,} files, {len(faults)} faults, "
-        f"{time.perf_counter() - start_s:.0f} s"
-    )
-    raise typer.Exit(1 if faults else 0)
+    wall_s = time.perf_counter() - start_s
+    finish(console, not faults, f"{total:,} files, {len(faults)} faults, {wall_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pydantic
+
+from merakc.errors import MerakError
+from merakc.ir.plan_file import PlanFile, file_text
+
 # What a terminal obeys, what ends lines and directions in Unicode, and what is no UTF-8.
 ESCAPES = (
     "\x1b[2J\x1b[31m",
@@ -31,7 +36,8 @@ WORDS = (
 LINES = ("1e999", "nan", "inf", "-1", "0", "[[[[[]]]]]", '""', "true", "1979-05-27", '"\\u001b[2J"',
          "9" * 40, "{}", "-0.0", '"' + "a" * 5000 + '"')  # fmt: skip
 
-Places = list[tuple[Any, Any]]
+PLAN_HEAD = ("schema_version", "hash", "file_hash")
+_PLAN = pydantic.TypeAdapter(PlanFile)
 
 
 def damaged_bytes(text: str, rng: random.Random) -> bytes:
@@ -99,7 +105,7 @@ def _doubled(text: str, rng: random.Random) -> str:
 
 
 def _change(body: Any, rng: random.Random) -> None:
-    places = list(_places(body))
+    places = list(places_in(body))
     if not places:
         return
     owner, key = rng.choice(places)
@@ -139,11 +145,20 @@ def _nested(depth: int) -> Any:
     return found
 
 
-def _places(owner: Any) -> Iterator[tuple[Any, Any]]:
+def places_in(owner: Any) -> Iterator[tuple[Any, Any]]:
     """Every value below, as what holds it and under which key."""
     keys = (
         owner if isinstance(owner, dict) else range(len(owner)) if isinstance(owner, list) else ()
     )
     for key in keys:
         yield owner, key
-        yield from _places(owner[key])
+        yield from places_in(owner[key])
+
+
+def rehashed(body: dict[str, Any]) -> str:
+    """A plan's file of those contents with hashes that fit, if they can be read at all."""
+    rest = {k: v for k, v in body.items() if k not in PLAN_HEAD}
+    try:
+        return file_text(_PLAN.validate_python(rest).hash, rest)
+    except (pydantic.ValidationError, MerakError, ValueError, TypeError, OverflowError):
+        return json.dumps(body)

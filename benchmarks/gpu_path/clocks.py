@@ -31,6 +31,9 @@ class Access:
     what: str
 
 
+Tensors = Iterable[torch.Tensor]
+
+
 class Clocks:
     """The streams of a rank. `now` is the one that gets what is issued."""
 
@@ -42,13 +45,7 @@ class Clocks:
         self.made_on: dict[int, str] = {}
         self.faults: Counter[str] = Counter()
 
-    def run(
-        self,
-        stream: str,
-        what: str,
-        reads: Iterable[torch.Tensor] = (),
-        writes: Iterable[torch.Tensor] = (),
-    ) -> Clock:
+    def run(self, stream: str, what: str, reads: Tensors = (), writes: Tensors = ()) -> Clock:
         """Something runs on a stream; the clock at its end."""
         clock = self.streams.setdefault(stream, Clock())
         clock |= self.host
@@ -60,13 +57,7 @@ class Clocks:
             self._touch(stream, tensor, what, writes=True)
         return Clock(clock)
 
-    def issue(
-        self,
-        stream: str,
-        what: str,
-        reads: Iterable[torch.Tensor] = (),
-        writes: Iterable[torch.Tensor] = (),
-    ) -> Clock:
+    def issue(self, stream: str, what: str, reads: Tensors = (), writes: Tensors = ()) -> Clock:
         """The same, behind all that the current stream has been given."""
         self.wait(stream, self.streams[self.now])
         return self.run(stream, what, reads, writes)

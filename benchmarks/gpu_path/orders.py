@@ -15,15 +15,7 @@ from itertools import product
 import torch
 
 from merakc.analysis.buckets import BucketSpec, Held, plan_buckets
-from merakc.analysis.calls import (
-    Call,
-    Communicator,
-    Event,
-    Stream,
-    Wait,
-    Wiring,
-    step_calls,
-)
+from merakc.analysis.calls import Call, Communicator, Event, Stream, Wait, Wiring, step_calls
 from merakc.errors import ConfigError, ProgramError
 from merakc.ir.program import ActionKind, Mesh, Program, Transfer
 from merakc.ir.schedule import Schedule

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import IGNORED, WORDS, Named, formulas
-
-
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
+from benchmarks.loss_formulas.formula import IGNORED, WORDS, Named, formulas, square
 
 
 def _labelled(h: Tensor, b: Named) -> tuple[Tensor, Tensor]:
@@ -32,7 +28,7 @@ def _selected(h: Tensor, b: Named) -> Tensor:
 
 
 def _masked(z: Tensor, b: Named) -> Tensor:
-    return (_square(z, b) * b.mask).sum()
+    return (square(z, b) * b.mask).sum()
 
 
 ROWS = formulas("chosen rows", {
@@ -56,13 +52,13 @@ ROWS = formulas("chosen rows", {
     "mse_of_chosen": lambda z, b, p: F.mse_loss(z[b.mask > 0], b.target[b.mask > 0]),
     "mse_of_masked_select": lambda z, b, p: F.mse_loss(
         z[:, 0].masked_select(b.mask > 0), b.time.masked_select(b.mask > 0)),
-    "mean_of_places": lambda z, b, p: _square(z, b)[b.mask.nonzero().squeeze(1)].mean(),
-    "mean_of_nonzero_tuple": lambda z, b, p: _square(z, b)[
+    "mean_of_places": lambda z, b, p: square(z, b)[b.mask.nonzero().squeeze(1)].mean(),
+    "mean_of_nonzero_tuple": lambda z, b, p: square(z, b)[
         b.mask.nonzero(as_tuple=True)].mean(),
-    "mean_of_index_select": lambda z, b, p: _square(z, b).index_select(
+    "mean_of_index_select": lambda z, b, p: square(z, b).index_select(
         0, b.mask.nonzero().flatten()).mean(),
     "sum_of_chosen_by_their_number": lambda z, b, p: (
-        (chosen := _square(z, b)[b.mask > 0]).sum() / len(chosen)),
+        (chosen := square(z, b)[b.mask > 0]).sum() / len(chosen)),
     "positives_against_negatives": lambda z, b, p: F.softplus(
         z[b.mask == 0, 0].mean() - z[b.mask > 0, 0].mean()),
     "pairs_of_chosen": lambda z, b, p: F.softplus(
@@ -87,8 +83,8 @@ ROWS = formulas("chosen rows", {
     "sum_if_any": lambda z, b, p: (
         _masked(z, b) / b.mask.sum() if b.mask.sum() > 0 else 0.0 * z.sum()),
     "largest_weight_item": lambda z, b, p: (
-        _square(z, b) * b.weight / b.weight.max().item()).mean(),
-    "mean_weight_item": lambda z, b, p: (_square(z, b) * b.weight).mean() / b.weight.mean().item(),
+        square(z, b) * b.weight / b.weight.max().item()).mean(),
+    "mean_weight_item": lambda z, b, p: (square(z, b) * b.weight).mean() / b.weight.mean().item(),
 })  # fmt: skip
 
 TOKENS = formulas("chosen rows", {

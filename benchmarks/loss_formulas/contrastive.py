@@ -78,10 +78,6 @@ def _contrastive_margin(z: Tensor, b: Named) -> Tensor:
     return (same * distances + (1 - same) * F.relu(1 - distances)).triu(1).sum() / len(z)
 
 
-def _list_net(z: Tensor, b: Named) -> Tensor:
-    return -(b.time.softmax(0) * z[:, 0].log_softmax(0)).sum()
-
-
 def _list_mle(z: Tensor, b: Named) -> Tensor:
     scores = z[:, 0][b.time.argsort(descending=True)]
     return (scores.flip(0).logcumsumexp(0).flip(0) - scores).mean()
@@ -169,7 +165,7 @@ FORMULAS = formulas("contrastive and ranking", {
     "contrastive_margin": lambda z, b, p: _contrastive_margin(z, b),
     "circle": lambda z, b, p: _circle(z, b),
     "uniformity": lambda z, b, p: _uniformity(z, p),
-    "list_net": lambda z, b, p: _list_net(z, b),
+    "list_net": lambda z, b, p: -(b.time.softmax(0) * z[:, 0].log_softmax(0)).sum(),
     "list_mle": lambda z, b, p: _list_mle(z, b),
     "pairwise_hinge": lambda z, b, p: _pairwise_hinge(z, b),
     "rank_net_by_group": lambda z, b, p: _rank_net_by_group(z, b),

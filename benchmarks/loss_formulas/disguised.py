@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from benchmarks.loss_formulas.formula import Named, formulas
+from benchmarks.loss_formulas.formula import Named, formulas, square
 
 
 class Centred(Function):
@@ -102,10 +102,6 @@ def _apply(function: type[Function], *args: Any) -> Tensor:
     return found
 
 
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
-
-
 def _halves(z: Tensor, b: Named) -> Tensor:
     """As complex numbers."""
     return torch.complex(z, b.target)
@@ -113,16 +109,16 @@ def _halves(z: Tensor, b: Named) -> Tensor:
 
 FORMULAS = (
     *formulas("disguised", {
-        "function_centres": lambda z, b, p: _square(_apply(Centred, z), b).mean(),
-        "function_averages_gradients": lambda z, b, p: _square(_apply(Averaged, z), b).mean(),
-        "function_norms_gradients": lambda z, b, p: _square(_apply(Normed, z), b).mean(),
+        "function_centres": lambda z, b, p: square(_apply(Centred, z), b).mean(),
+        "function_averages_gradients": lambda z, b, p: square(_apply(Averaged, z), b).mean(),
+        "function_norms_gradients": lambda z, b, p: square(_apply(Normed, z), b).mean(),
         "function_above_mean": lambda z, b, p: (_apply(AboveMean, z) * b.target).mean(),
-        "function_clips_samples": lambda z, b, p: _square(_apply(Clipped, z), b).mean(),
+        "function_clips_samples": lambda z, b, p: square(_apply(Clipped, z), b).mean(),
         "function_clips_a_parameter": lambda z, b, p: (z * _apply(Clipped, p.w)).pow(2).mean(),
         "function_norms_a_parameter": lambda z, b, p: (z * _apply(Normed, p.w)).pow(2).mean(),
-        "function_clips_the_loss": lambda z, b, p: _apply(Clipped, _square(z, b).mean()),
-        "function_reverses": lambda z, b, p: _square(_apply(Reversed, z, 0.5), b).mean(),
-        "function_reverses_by_size": lambda z, b, p: _square(
+        "function_clips_the_loss": lambda z, b, p: _apply(Clipped, square(z, b).mean()),
+        "function_reverses": lambda z, b, p: square(_apply(Reversed, z, 0.5), b).mean(),
+        "function_reverses_by_size": lambda z, b, p: square(
             _apply(Reversed, z, 1 / len(z)), b).mean(),
         "complex_mean": lambda z, b, p: _halves(z, b).mean().abs(),
         "complex_mean_of_classes": lambda z, b, p: _halves(z, b).mean(0).real.sum(),

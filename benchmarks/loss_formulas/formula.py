@@ -41,6 +41,11 @@ class Named:
 Loss = Callable[[Tensor, Named, Named], Tensor]
 
 
+def square(z: Tensor, b: Named) -> Tensor:
+    """Of each sample's distance from its target."""
+    return (z - b.target).pow(2).sum(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """A loss of features, of the batch and of parameters.

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import CLASSES, SAMPLES, Named, formulas
-
-
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
+from benchmarks.loss_formulas.formula import CLASSES, SAMPLES, Named, formulas, square
 
 
 def _wide(z: Tensor, p: Named) -> Tensor:
@@ -22,10 +18,6 @@ def _by_loop(z: Tensor, b: Named) -> Tensor:
     for i in range(len(z)):
         total = total + F.mse_loss(z[i], b.target[i])
     return total / len(z)
-
-
-def _branch(z: Tensor, b: Named) -> Tensor:
-    return _square(z, b).mean() * (3 if len(z) > 4 else 1)
 
 
 def _scattered(z: Tensor, b: Named) -> Tensor:
@@ -40,7 +32,7 @@ def _written(z: Tensor, b: Named) -> Tensor:
 
 
 def _twice_if(z: Tensor, b: Named, asked: object) -> Tensor:
-    return _square(z, b).mean() * (2 if asked else 1)
+    return square(z, b).mean() * (2 if asked else 1)
 
 
 ROWS = formulas("misleading", {
@@ -57,7 +49,7 @@ ROWS = formulas("misleading", {
     "square_parameter_first": lambda z, b, p: (p.square @ _wide(z, p).T).tanh().mean(),
     "square_parameter_over_samples": lambda z, b, p: (p.square @ z).tanh().mean(),
     "eight_features": lambda z, b, p: (_wide(z, p) * p.eight).tanh().mean(),
-    "eight_for_samples": lambda z, b, p: (_square(z, b) * p.eight).sum(),
+    "eight_for_samples": lambda z, b, p: (square(z, b) * p.eight).sum(),
     "softmax_of_transposed_features": lambda z, b, p: _wide(z, p).T.softmax(0)[0].mean(),
     "softmax_of_transposed_samples": lambda z, b, p: _wide(z, p).T.softmax(1)[0].pow(2).sum(),
     "parameter_penalty_of_eight": lambda z, b, p: F.mse_loss(z, b.target) + p.square.mean(),
@@ -87,14 +79,14 @@ ROWS = formulas("misleading", {
     "size_as_roll": lambda z, b, p: (z * z.roll(z.shape[0] // 2, 1)).mean(),
     "size_as_number_of_classes": lambda z, b, p: (
         z * torch.arange(CLASSES, dtype=z.dtype).remainder(len(z) // 3 + 1)).mean(),
-    "branch_on_size": lambda z, b, p: _branch(z, b),
+    "branch_on_size": lambda z, b, p: square(z, b).mean() * (3 if len(z) > 4 else 1),
     "arange_as_index": lambda z, b, p: -z.log_softmax(1)[torch.arange(len(z)), b.c].mean(),
     "arange_as_weight": lambda z, b, p: (
-        _square(z, b) * torch.arange(z.shape[0], dtype=z.dtype)).mean(),
+        square(z, b) * torch.arange(z.shape[0], dtype=z.dtype)).mean(),
     "arange_as_target": lambda z, b, p: F.mse_loss(
         z[:, 0], torch.arange(z.shape[0], dtype=z.dtype)),
     "linspace_as_weight": lambda z, b, p: (
-        _square(z, b) * torch.linspace(0, 1, len(z), dtype=z.dtype)).sum(),
+        square(z, b) * torch.linspace(0, 1, len(z), dtype=z.dtype)).sum(),
     "any_over_features": lambda z, b, p: torch.where(
         (z > 1).any(), z.pow(2), z.abs()).mean(),
     "bincount_of_predictions": lambda z, b, p: F.cross_entropy(
@@ -103,17 +95,17 @@ ROWS = formulas("misleading", {
     "last_sample": lambda z, b, p: z[-1].pow(2).sum() + F.mse_loss(z, b.target),
     "every_other_sample": lambda z, b, p: z[::2].pow(2).mean(),
     "first_half_against_second": lambda z, b, p: F.mse_loss(z.chunk(2)[0], z.chunk(2)[1]),
-    "all_but_first": lambda z, b, p: _square(z, b)[1:].mean(),
-    "ones_of_batch": lambda z, b, p: torch.ones(len(z), dtype=z.dtype) @ _square(z, b),
+    "all_but_first": lambda z, b, p: square(z, b)[1:].mean(),
+    "ones_of_batch": lambda z, b, p: torch.ones(len(z), dtype=z.dtype) @ square(z, b),
     "full_of_1_by_n": lambda z, b, p: (
-        _square(z, b) * torch.full((len(z),), 1 / len(z), dtype=z.dtype)).sum(),
+        square(z, b) * torch.full((len(z),), 1 / len(z), dtype=z.dtype)).sum(),
     "eye_of_batch": lambda z, b, p: (torch.eye(len(z), dtype=z.dtype) @ z).pow(2).mean(),
     "list_of_eight": lambda z, b, p: (
-        _square(z, b) * torch.tensor([float(i) for i in range(SAMPLES)])).sum(),
-    "division_by_eight": lambda z, b, p: _square(z, b).sum() / SAMPLES,
+        square(z, b) * torch.tensor([float(i) for i in range(SAMPLES)])).sum(),
+    "division_by_eight": lambda z, b, p: square(z, b).sum() / SAMPLES,
     "broadcast_by_mistake": lambda z, b, p: (z[:, :1] - b.time).pow(2).mean(),
     "outer_by_mistake": lambda z, b, p: (
-        _square(z, b)[:, None] * b.weight[None]).mean(),
+        square(z, b)[:, None] * b.weight[None]).mean(),
     "mean_expanded": lambda z, b, p: F.mse_loss(z.mean(0).expand_as(z), b.target),
     "repeated_rows": lambda z, b, p: F.mse_loss(z.repeat(2, 1), b.target.repeat(2, 1)),
     "interleaved_rows": lambda z, b, p: F.mse_loss(
@@ -133,10 +125,10 @@ ROWS = formulas("misleading", {
     "gather_of_samples": lambda z, b, p: z.index_select(0, b.group).pow(2).mean(),
     "scatter_of_samples": lambda z, b, p: _scattered(z, b),
     "written_in_place": lambda z, b, p: _written(z, b),
-    "boolean_index": lambda z, b, p: _square(z, b)[b.y >= 0].mean(),
+    "boolean_index": lambda z, b, p: square(z, b)[b.y >= 0].mean(),
     "diagonal_of_pairs": lambda z, b, p: (z @ (z @ p.mix).T).diagonal().mean(),
     "max_with_constant": lambda z, b, p: torch.maximum(
-        _square(z, b).sum(), torch.tensor(1.0, dtype=z.dtype)),
+        square(z, b).sum(), torch.tensor(1.0, dtype=z.dtype)),
     "mean_and_parameter_in_where": lambda z, b, p: torch.where(
         p.tau > 0, F.mse_loss(z, b.target), F.l1_loss(z, b.target)),
     "parameter_alone_clamped": lambda z, b, p: F.mse_loss(z, b.target) + p.tau.clamp(min=-9) ** 2,
@@ -145,7 +137,7 @@ ROWS = formulas("misleading", {
     "constant_in_index_put": lambda z, b, p: torch.ones(3, dtype=z.dtype).index_put(
         (torch.tensor([1]),), F.mse_loss(z, b.target).reshape(1)).sum(),
     "sorted_by_labels": lambda z, b, p: F.mse_loss(z[b.c.argsort(stable=True)], b.target),
-    "sum_detached": lambda z, b, p: _square(z, b).mean() / _square(z, b).sum().detach(),
+    "sum_detached": lambda z, b, p: square(z, b).mean() / square(z, b).sum().detach(),
     "own_norm_detached": lambda z, b, p: F.mse_loss(z / z.norm().detach(), b.target),
 })  # fmt: skip
 

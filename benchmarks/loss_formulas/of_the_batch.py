@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import CLASSES, IGNORED, Named, formulas
-
-
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
+from benchmarks.loss_formulas.formula import CLASSES, IGNORED, Named, formulas, square
 
 
 def _standardised(x: Tensor) -> Tensor:
@@ -28,7 +24,7 @@ def _effective_number(b: Named) -> Tensor:
 
 def _affinity(z: Tensor, b: Named) -> Tensor:
     same = (b.c[:, None] == b.c[None, :]).double()
-    return (_square(z, b) * same.mean(1)).sum() / same.sum()
+    return (square(z, b) * same.mean(1)).sum() / same.sum()
 
 
 ROWS = formulas("of the batch", {
@@ -50,16 +46,16 @@ ROWS = formulas("of the batch", {
     "above_median": lambda z, b, p: F.binary_cross_entropy_with_logits(
         z[:, 0], (b.time > b.time.median()).to(z.dtype)),
     "quantile_mask": lambda z, b, p: (
-        _square(z, b) * (b.time < b.time.quantile(0.7))).mean(),
+        square(z, b) * (b.time < b.time.quantile(0.7))).mean(),
     "targets_sorted": lambda z, b, p: F.mse_loss(z[:, 0], b.time.sort().values),
     "same_labels": lambda z, b, p: _affinity(z, b),
     "count_of_own_label": lambda z, b, p: (
-        _square(z, b) / (b.c[:, None] == b.c[None, :]).sum(1)).sum(),
-    "importance_softmax": lambda z, b, p: (_square(z, b) * b.time.softmax(0)).sum(),
+        square(z, b) / (b.c[:, None] == b.c[None, :]).sum(1)).sum(),
+    "importance_softmax": lambda z, b, p: (square(z, b) * b.time.softmax(0)).sum(),
     "importance_clipped": lambda z, b, p: (
-        _square(z, b) * (b.time / b.time.mean()).clamp(0.5, 2)).mean(),
+        square(z, b) * (b.time / b.time.mean()).clamp(0.5, 2)).mean(),
     "topk_of_targets": lambda z, b, p: (
-        _square(z, b) * (b.time >= b.time.topk(3).values[-1])).sum() / 3,
+        square(z, b) * (b.time >= b.time.topk(3).values[-1])).sum() / 3,
     "argmax_of_targets": lambda z, b, p: z[:, 0].sum() * b.time.argmax(),
     "positives_and_negatives": lambda z, b, p: (z[:, 0].sigmoid() * (
         b.mask / b.mask.sum() - (1 - b.mask) / (1 - b.mask).sum())).sum(),
@@ -68,21 +64,21 @@ ROWS = formulas("of the batch", {
         F.one_hot(b.c, CLASSES).to(z.dtype).T @ b.target
         / torch.bincount(b.c, minlength=CLASSES).clamp(min=1)[:, None])[b.c]),
     "any_label": lambda z, b, p: torch.where(
-        (b.y == IGNORED).any(), 2 * _square(z, b), _square(z, b)).mean(),
+        (b.y == IGNORED).any(), 2 * square(z, b), square(z, b)).mean(),
     "all_labels": lambda z, b, p: F.mse_loss(z, b.target) * (1 + (b.c > 0).all()),
-    "largest_weight": lambda z, b, p: (_square(z, b) * b.weight / b.weight.max()).mean(),
+    "largest_weight": lambda z, b, p: (square(z, b) * b.weight / b.weight.max()).mean(),
     "cumulative_weight": lambda z, b, p: (
-        _square(z, b) * b.weight.cumsum(0) / b.weight.sum()).mean(),
+        square(z, b) * b.weight.cumsum(0) / b.weight.sum()).mean(),
     "negatives_per_positive": lambda z, b, p: F.binary_cross_entropy_with_logits(
         z[:, 0], b.mask, weight=1 + b.mask * (1 - b.mask).sum() / b.mask.sum()),
     "batch_conditioned": lambda z, b, p: F.mse_loss(
         z * _standardised(b.x).mean(1, keepdim=True), b.target),
     "whitened_targets": lambda z, b, p: F.mse_loss(
         z, torch.linalg.solve(torch.cov(b.target.T), b.target.T).T),
-    "unique_labels": lambda z, b, p: _square(z, b).sum() / (
+    "unique_labels": lambda z, b, p: square(z, b).sum() / (
         F.one_hot(b.c, CLASSES).sum(0) > 0).sum(),
     "group_weights": lambda z, b, p: (
-        _square(z, b) / torch.bincount(b.group, minlength=3)[b.group]).sum() / 3,
+        square(z, b) / torch.bincount(b.group, minlength=3)[b.group]).sum() / 3,
 })  # fmt: skip
 
 TOKENS = formulas("of the batch", {

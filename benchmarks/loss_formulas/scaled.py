@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import IGNORED, Named, formulas
+from benchmarks.loss_formulas.formula import IGNORED, Named, formulas, square
 
 
 def _each(z: Tensor, b: Named) -> Tensor:
@@ -17,10 +17,6 @@ def _each(z: Tensor, b: Named) -> Tensor:
 
 def _tokens(h: Tensor, b: Named) -> Tensor:
     return F.cross_entropy(h.transpose(1, 2), b.labels, reduction="none")
-
-
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
 
 
 def _count(b: Named) -> Tensor:
@@ -67,10 +63,10 @@ def _sample_means(h: Tensor, b: Named) -> Tensor:
 
 
 ROWS = formulas("scaled by hand", {
-    "sum_by_n": lambda z, b, p: _square(z, b).sum() / z.shape[0],
-    "sum_times_1_by_n": lambda z, b, p: _square(z, b).sum() * (1 / len(z)),
-    "sum_by_sqrt_n": lambda z, b, p: _square(z, b).sum() / math.sqrt(z.size(0)),
-    "sum_by_numel": lambda z, b, p: _square(z, b).sum() / z.numel(),
+    "sum_by_n": lambda z, b, p: square(z, b).sum() / z.shape[0],
+    "sum_times_1_by_n": lambda z, b, p: square(z, b).sum() * (1 / len(z)),
+    "sum_by_sqrt_n": lambda z, b, p: square(z, b).sum() / math.sqrt(z.size(0)),
+    "sum_by_numel": lambda z, b, p: square(z, b).sum() / z.numel(),
     "elbo": lambda z, b, p: _elbo(z, b),
     "sum_by_count": lambda z, b, p: _each(z, b).sum() / _count(b),
     "sum_by_count_clamped": lambda z, b, p: _each(z, b).sum() / _count(b).clamp(min=1),
@@ -79,16 +75,16 @@ ROWS = formulas("scaled by hand", {
     "sum_by_count_where": lambda z, b, p: _each(z, b).sum() / torch.where(
         _count(b) > 0, _count(b), torch.ones_like(_count(b))),
     "sum_by_count_eps": lambda z, b, p: _each(z, b).sum() / (_count(b) + 1e-6),
-    "sum_times_reciprocal": lambda z, b, p: (_square(z, b) * b.mask).sum()
+    "sum_times_reciprocal": lambda z, b, p: (square(z, b) * b.mask).sum()
     * b.mask.sum().reciprocal(),
-    "mean_by_mean": lambda z, b, p: (_square(z, b) * b.mask).mean() / b.mask.mean(),
+    "mean_by_mean": lambda z, b, p: (square(z, b) * b.mask).mean() / b.mask.mean(),
     "masked_by_count_and_width": lambda z, b, p: (
         (z - b.target).pow(2) * b.mask[:, None]).sum() / (b.mask.sum() * z.shape[1]),
-    "weights_normalised_first": lambda z, b, p: (_square(z, b) * (b.mask / b.mask.sum())).sum(),
-    "weighted_mean": lambda z, b, p: (_square(z, b) * b.weight).sum() / b.weight.sum(),
-    "weights_dot": lambda z, b, p: torch.dot(_square(z, b), b.weight / b.weight.mean()),
+    "weights_normalised_first": lambda z, b, p: (square(z, b) * (b.mask / b.mask.sum())).sum(),
+    "weighted_mean": lambda z, b, p: (square(z, b) * b.weight).sum() / b.weight.sum(),
+    "weights_dot": lambda z, b, p: torch.dot(square(z, b), b.weight / b.weight.mean()),
     "two_sums_one_count": lambda z, b, p: (
-        (_square(z, b) * b.mask).sum() + (z.abs().sum(1) * b.mask).sum()) / b.mask.sum(),
+        (square(z, b) * b.mask).sum() + (z.abs().sum(1) * b.mask).sum()) / b.mask.sum(),
     "exp_of_loss": lambda z, b, p: F.cross_entropy(z, b.y).exp(),
     "log_of_loss": lambda z, b, p: F.mse_loss(z, b.target).log(),
     "root_of_loss": lambda z, b, p: F.mse_loss(z, b.target).sqrt(),
@@ -127,9 +123,9 @@ ROWS = formulas("scaled by hand", {
     "mean_dim_0": lambda z, b, p: (z - b.target).abs().mean(0).mean(),
     "square_of_class_means": lambda z, b, p: (z.mean(0) * p.w).sum(),
     "two_sizes": lambda z, b, p: F.mse_loss(z, b.target) + (z @ p.mix).abs().sum() / len(z) ** 2,
-    "count_times_mean": lambda z, b, p: _square(z, b).mean() * _count(b) / 8,
-    "half_by_each_count": lambda z, b, p: (_square(z, b) * b.mask).sum() / b.mask.sum()
-    + (_square(z, b) * (1 - b.mask)).sum() / (1 - b.mask).sum(),
+    "count_times_mean": lambda z, b, p: square(z, b).mean() * _count(b) / 8,
+    "half_by_each_count": lambda z, b, p: (square(z, b) * b.mask).sum() / b.mask.sum()
+    + (square(z, b) * (1 - b.mask)).sum() / (1 - b.mask).sum(),
     "norm_of_rows": lambda z, b, p: (z - b.target).norm(dim=1).mean(),
     "logit_scale": lambda z, b, p: F.cross_entropy(z * p.tau.exp(), b.y),
     "arcface": lambda z, b, p: F.cross_entropy(
@@ -160,9 +156,9 @@ TOKENS = formulas("scaled by hand", {
 DRAWN = formulas("scaled by hand", {
     "dropout_zeros_counted": lambda z, b, p: (lambda d: d.pow(2).sum() / (d != 0).sum())(
         F.dropout(z, 0.5)),
-    "random_mask_counted": lambda z, b, p: (lambda m: (_square(z, b)[:, None] * m).sum() / m.sum())(
+    "random_mask_counted": lambda z, b, p: (lambda m: (square(z, b)[:, None] * m).sum() / m.sum())(
         (torch.rand_like(z) < 0.5).to(z.dtype)),
-    "noise_added_sum": lambda z, b, p: _square(z + 0.1 * torch.randn_like(z), b).sum(),
+    "noise_added_sum": lambda z, b, p: square(z + 0.1 * torch.randn_like(z), b).sum(),
     "noise_added": lambda z, b, p: F.mse_loss(z + 0.1 * torch.randn_like(z), b.target),
     "reparameterised": lambda z, b, p: F.mse_loss(
         z[:, :3] + z[:, 3:].exp() * torch.randn_like(z[:, 3:]), b.target[:, :3]),

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import Named, formulas
-
-
-def _square(z: Tensor, b: Named) -> Tensor:
-    return (z - b.target).pow(2).sum(1)
+from benchmarks.loss_formulas.formula import Named, formulas, square
 
 
 def _covariance(z: Tensor) -> Tensor:
@@ -59,10 +55,6 @@ def _r2(z: Tensor, b: Named) -> Tensor:
     return (z - b.target).pow(2).sum() / spread
 
 
-def _explained(z: Tensor, b: Named) -> Tensor:
-    return (b.target - z).var(0).mean() / b.target.var(0).mean()
-
-
 def _pearson(z: Tensor, b: Named) -> Tensor:
     one, two = z[:, 0] - z[:, 0].mean(), b.time - b.time.mean()
     return 1 - F.cosine_similarity(one, two, dim=0)
@@ -98,12 +90,12 @@ def _imsat(z: Tensor) -> Tensor:
 
 def _group_dro(z: Tensor, b: Named) -> Tensor:
     one_hot = F.one_hot(b.group, 3).to(z.dtype)
-    each = one_hot.T @ _square(z, b) / one_hot.sum(0)
+    each = one_hot.T @ square(z, b) / one_hot.sum(0)
     return (each.detach().softmax(0) * each).sum()
 
 
 def _worst_group(z: Tensor, b: Named) -> Tensor:
-    total = torch.zeros(3, dtype=z.dtype).index_add(0, b.group, _square(z, b))
+    total = torch.zeros(3, dtype=z.dtype).index_add(0, b.group, square(z, b))
     return (total / torch.bincount(b.group, minlength=3)).max()
 
 
@@ -126,10 +118,6 @@ def _whitening(z: Tensor, b: Named) -> Tensor:
     root = torch.linalg.cholesky(_covariance(z) + eye)
     white = torch.linalg.solve_triangular(root, (z - z.mean(0)).T, upper=False).T
     return F.mse_loss(white, b.target)
-
-
-def _normalised(z: Tensor, b: Named, p: Named) -> Tensor:
-    return F.mse_loss(F.batch_norm(z, None, None, p.w, training=True), b.target)
 
 
 def _balance(h: Tensor, p: Named, top: int) -> Tensor:
@@ -173,7 +161,8 @@ ROWS = formulas("statistics", {
     "rmse": lambda z, b, p: F.mse_loss(z, b.target).sqrt(),
     "log_cosh_of_mean": lambda z, b, p: (z - b.target).mean().cosh().log(),
     "r2": lambda z, b, p: _r2(z, b),
-    "explained_variance": lambda z, b, p: _explained(z, b),
+    "explained_variance": lambda z, b, p: (
+        (b.target - z).var(0).mean() / b.target.var(0).mean()),
     "pearson": lambda z, b, p: _pearson(z, b),
     "concordance": lambda z, b, p: _concordance(z, b),
     "variance": lambda z, b, p: F.relu(1 - z.std(0)).mean(),
@@ -187,16 +176,16 @@ ROWS = formulas("statistics", {
     "whitening": lambda z, b, p: _whitening(z, b),
     "normalised_by_hand": lambda z, b, p: F.mse_loss((z - z.mean(0)) / z.std(0), b.target),
     "scaled_by_largest": lambda z, b, p: F.mse_loss(z / z.abs().max(), b.target),
-    "ohem": lambda z, b, p: _square(z, b).topk(z.shape[0] // 2).values.mean(),
-    "ohem_sorted": lambda z, b, p: _square(z, b).sort(descending=True).values[:3].mean(),
-    "max_of_losses": lambda z, b, p: _square(z, b).max(),
-    "median_of_losses": lambda z, b, p: _square(z, b).median(),
-    "quantile_of_losses": lambda z, b, p: _square(z, b).quantile(0.7),
-    "logsumexp_of_losses": lambda z, b, p: _square(z, b).logsumexp(0),
-    "cvar": lambda z, b, p: p.tau + F.relu(_square(z, b) - p.tau).mean() / 0.3,
-    "chi2_dro": lambda z, b, p: (F.relu(_square(z, b) - p.tau).pow(2).mean()).sqrt() + p.tau,
+    "ohem": lambda z, b, p: square(z, b).topk(z.shape[0] // 2).values.mean(),
+    "ohem_sorted": lambda z, b, p: square(z, b).sort(descending=True).values[:3].mean(),
+    "max_of_losses": lambda z, b, p: square(z, b).max(),
+    "median_of_losses": lambda z, b, p: square(z, b).median(),
+    "quantile_of_losses": lambda z, b, p: square(z, b).quantile(0.7),
+    "logsumexp_of_losses": lambda z, b, p: square(z, b).logsumexp(0),
+    "cvar": lambda z, b, p: p.tau + F.relu(square(z, b) - p.tau).mean() / 0.3,
+    "chi2_dro": lambda z, b, p: (F.relu(square(z, b) - p.tau).pow(2).mean()).sqrt() + p.tau,
     "above_mean_loss": lambda z, b, p: (lambda each: (
-        each * (each.detach() > each.detach().mean())).sum() / len(each))(_square(z, b)),
+        each * (each.detach() > each.detach().mean())).sum() / len(each))(square(z, b)),
     "group_dro": lambda z, b, p: _group_dro(z, b),
     "worst_group": lambda z, b, p: _worst_group(z, b),
     "positive_unlabelled": lambda z, b, p: _positive_unlabelled(z, b),
@@ -204,7 +193,7 @@ ROWS = formulas("statistics", {
         (z[:, 0] * b.mask).sum() / b.mask.sum()
         - (z[:, 0] * (1 - b.mask)).sum() / (1 - b.mask).sum()).abs(),
     "product_of_means": lambda z, b, p: F.mse_loss(z, b.target) * (z @ p.mix).abs().mean(),
-    "ratio_of_sums": lambda z, b, p: _square(z, b).sum() / z.pow(2).sum(),
+    "ratio_of_sums": lambda z, b, p: square(z, b).sum() / z.pow(2).sum(),
     "spectral": lambda z, b, p: torch.linalg.svdvals(z).sum(),
     "log_det": lambda z, b, p: -torch.logdet(
         _covariance(z) + torch.eye(z.shape[1], dtype=z.dtype)),

@@ -22,6 +22,7 @@ from benchmarks.merak_ablation.costs import (
     pieces_of,
     with_kept_blocks,
 )
+from merakc.batches.split import divisors
 from merakc.costs.device import rank_place
 from merakc.costs.fabric import message_seconds
 from merakc.costs.pipeline_links import crossing
@@ -338,7 +339,7 @@ def generated(many: Sequence[Laid]) -> Found | None:
 def layouts(setting: Setting, micro_batches: Sequence[int], parts: int = 0) -> Iterator[Layout]:
     """Those of a Megatron user: every degree of tp that may be taken, and of pp."""
     for tp in setting.tps:
-        for pp in _divisors(setting.ranks // tp):
+        for pp in divisors(setting.ranks // tp):
             for b in micro_batches:
                 yield Layout(tp, pp, b, parts if tp > 1 else 0)
 
@@ -352,7 +353,7 @@ def our_layouts(shape: Shape, setting: Setting, micro_batches: Sequence[int]) ->
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             parts = _best_parts(shape, setting, tp, b, sequence_parallel=sequence_parallel)
             own = Layout(tp, 1, b, parts, sequence_parallel, ours=True)
-            for pp, zero in product(_divisors(setting.ranks // tp), (False, True)):
+            for pp, zero in product(divisors(setting.ranks // tp), (False, True)):
                 for placement, chunks in every if pp > 1 else every[:1]:
                     yield replace(own, pp=pp, zero=zero, placement=placement, chunks=chunks)
 
@@ -394,7 +395,3 @@ def our_best(shape: Shape, setting: Setting, micro_batches: Sequence[int]) -> Fo
         if made is not None:
             found.append(made)
     return fastest(found)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

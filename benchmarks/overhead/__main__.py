@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Console
@@ -303,7 +302,6 @@ def document(found: Found, extent: Extent, about: str) -> str:
 def draw(found: Found, path: Path) -> None:
     """The growth as a picture: milliseconds of a step, over layers, micro-batches and ranks."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     panels: list[tuple[str, list[int], dict[str, list[float]]]] = [
         (name, counts, {"eager": [1e3 * statistics.median(d.theirs_s) for d in duels],
                         "merakc": [1e3 * statistics.median(d.ours_s) for d in duels]})

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import merakc
+from benchmarks.harness import in_child
 from benchmarks.overlap_steps import VOCABULARY, Size, build
 from benchmarks.peers.rounds import MAX_OTHERS, MAX_TRIES, cpu_busy_s
 from benchmarks.ranks import run_ranks
@@ -218,11 +217,8 @@ def first(model: str, size: Size, plan: Path | None) -> First:
     """The first step of a fresh process, with a plan of another run where one is given."""
     given = {"model": model, "size": [size.layers, size.hidden, size.sequence, size.samples],
              "plan": str(plan) if plan else None}  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.overhead.first", json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a first step failed:\n{done.stderr}")
-    return First(cached=plan is not None, **json.loads(done.stdout.splitlines()[-1]))
+    seconds = in_child("benchmarks.overhead.first", json.dumps(given), timeout_s=TIMEOUT_S)
+    return First(cached=plan is not None, **seconds)
 
 
 def median_first(found: Sequence[First]) -> First:

@@ -17,9 +17,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import DocPath, JsonPath, in_a_folder
+from benchmarks.harness import DocPath, JsonPath, bar, in_a_folder
 from benchmarks.peers.environments import (
     Environment,
     MissingPeerError,
@@ -110,15 +109,14 @@ def measure_all(
     """All layouts on all networks, printed and kept as they come, and why a network is missing."""
     results: list[Result] = []
     notes = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with bar(console) as progress:
         counts = [len(comparison.entries(plan)) * (comparison.rounds + 1) for plan in plans]
-        bar = progress.add_task("", total=sum(counts) * len(networks))
+        task = progress.add_task("", total=sum(counts) * len(networks))
         for network in networks:
             for plan in plans:
 
                 def advance(text: str, plan: str = plan) -> None:
-                    progress.update(bar, description=f"{plan}, {text}", advance=1)
+                    progress.update(task, description=f"{plan}, {text}", advance=1)
 
                 try:
                     results.append(comparison.measure(plan, network, advance))
@@ -161,8 +159,7 @@ def main(
     ] = False,
     doc: DocPath = None,
     picture: Annotated[
-        Path | None,
-        typer.Option("--plot", help="Also draw the steps here.", callback=in_a_folder),
+        Path | None, typer.Option("--plot", help="Also draw the steps here.", callback=in_a_folder)
     ] = None,
 ) -> None:
     """Times contestants in turns; exits with 1 where merakc is wrong or a right peer faster."""

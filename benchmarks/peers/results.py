@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
+from benchmarks.harness import markdown
 from benchmarks.peers.plans import MERAKC, TORCHS
 from benchmarks.peers.rounds import CHECKED_STEPS, Row, ratios
 from benchmarks.peers.training import Training
@@ -157,10 +157,8 @@ def document(results: Sequence[Result], notes: Sequence[str], about: str, pictur
     shown = f"![Milliseconds of a step of every contestant]({picture})\n\n" if picture else ""
     parts = []
     for result in results:
-        body = [list(HEAD), ["---"] + ["---:"] * (len(HEAD) - 1)]
-        for row, lines in zip(result.rows, result.lines, strict=True):
-            body.append([Text.from_markup(t).plain for t in cells(row, lines, result)])
-        table = "\n".join("| " + " | ".join(line) + " |" for line in body)
+        body = (cells(*pair, result) for pair in zip(result.rows, result.lines, strict=True))
+        table = markdown([HEAD, *body], left=1)
         t = result.training
         about_it = f"dp = {t.dp}, tp = {t.tp}, pp = {t.pp}; {t.micro_batches} micro-batches"
         parts.append(f"## {result.title}\n\n{about_it}. {verdict(result)}.\n\n{table}\n")

@@ -35,7 +35,7 @@ from merakc.frontend.record import record
 from merakc.ir.graph import InputKind
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import Cluster
-from merakc.report.text import format_bytes
+from merakc.report.units import format_bytes
 
 WIDTH = 110  # of what is printed, at least
 # NVIDIA's data sheet of the A100 80 GB: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s a direction; half

@@ -34,7 +34,7 @@ from merakc.frontend.record import record
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import parse_shards
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.report.text import format_bytes
+from merakc.report.units import format_bytes
 from merakc.train.expectations.trials import trial
 
 STAGES = ("zero-0", "zero-1", "zero-2", "zero-3")

@@ -12,12 +12,11 @@ from benchmarks.models import (
     MELS,
     SEQUENCE,
     Batch,
+    MakeBatch,
     causal_batch,
     text_to_text_batch,
     words,
 )
-
-MakeBatch = Callable[[int, torch.Generator], Batch]
 
 PATCHES = 4  # image tokens in front of a multi-modal text
 IMAGE_WORD = 3  # their id
@@ -26,17 +25,6 @@ IMAGE_WORD = 3  # their id
 def samples(batch: Batch) -> int:
     """For losses that are a mean over the samples, or over equally many elements of each."""
     return len(next(iter(batch.values())))
-
-
-def images(size: int) -> MakeBatch:
-    """Images `[batch, 3, size, size]` and their classes."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        pixels = torch.randn(batch_size, 3, size, size, generator=generator)
-        labels = torch.randint(0, CLASSES, (batch_size,), generator=generator)
-        return {"pixel_values": pixels, "labels": labels}
-
-    return make
 
 
 def segments(size: int, ignored: int) -> MakeBatch:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from benchmarks.models import (
-    BERT_DROPOUTS,
     HEADS,
     HIDDEN,
     LAYERS,
@@ -14,77 +11,31 @@ from benchmarks.models import (
     WIDE,
     ModelCase,
     masked_batch,
+    masked_case,
     transformers_model,
     unshifted,
 )
 
 _NARROW = 16  # embeddings narrower than the layers
-SIZES: dict[str, Any] = {
-    "vocab_size": ODD_VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": SEQUENCE,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def masked_case(
-    name: str,
-    class_name: str,
-    dropouts: tuple[str, ...] = BERT_DROPOUTS,
-    *,
-    casts_float32: bool = False,
-    **sizes: Any,
-) -> ModelCase:
-    """A model of transformers that guesses masked words."""
-    build = transformers_model(
-        f"{class_name}ForMaskedLM", f"{class_name}Config", dropouts, **SIZES | sizes
-    )
-    make = masked_batch(ODD_VOCABULARY)
-    return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
-
 
 ENCODERS = (
     # Its positions are counted from behind the padding's id.
     masked_case("roberta", "Roberta", max_position_embeddings=SEQUENCE + 2),
     masked_case("albert", "Albert", embedding_size=_NARROW),
     masked_case("electra", "Electra", embedding_size=_NARROW),
-    masked_case(
-        "deberta_v2",
-        "DebertaV2",
-        relative_attention=True,
-        position_buckets=4,
-        pos_att_type=["p2c", "c2p"],
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-    ),
-    masked_case(
-        "modernbert",
-        "ModernBert",
-        ("attention_dropout", "embedding_dropout", "mlp_dropout"),
-        local_attention=6,
-        cls_token_id=1,
-        sep_token_id=2,
-    ),
+    masked_case("deberta_v2", "DebertaV2", relative_attention=True, position_buckets=4,
+                pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", share_att_key=True),
+    masked_case("modernbert", "ModernBert",
+                ("attention_dropout", "embedding_dropout", "mlp_dropout"), local_attention=6,
+                cls_token_id=1, sep_token_id=2),
     ModelCase(
         "distilbert",
         transformers_model(
-            "DistilBertForMaskedLM",
-            "DistilBertConfig",
-            ("dropout", "attention_dropout"),
-            vocab_size=ODD_VOCABULARY,
-            max_position_embeddings=SEQUENCE,
-            n_layers=LAYERS,
-            n_heads=HEADS,
-            dim=HIDDEN,
-            hidden_dim=WIDE,
-            pad_token_id=0,
+            "DistilBertForMaskedLM", ("dropout", "attention_dropout"), vocab_size=ODD_VOCABULARY,
+            max_position_embeddings=SEQUENCE, n_layers=LAYERS, n_heads=HEADS, dim=HIDDEN,
+            hidden_dim=WIDE, pad_token_id=0,
         ),
         masked_batch(ODD_VOCABULARY),
         unshifted,
     ),
-)
+)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks.models import (
@@ -9,14 +10,11 @@ from benchmarks.models import (
     GROUPED,
     HEADS,
     HIDDEN,
-    SEQ2SEQ_DROPOUTS,
     SEQUENCE,
     WIDE,
     ModelCase,
-    causal_batch,
-    decoder,
-    shifted,
-    speech_and_text_sizes,
+    like_bart,
+    like_llama,
     text_to_text_batch,
     transformers_model,
     unshifted,
@@ -24,31 +22,15 @@ from benchmarks.models import (
 
 _HEAD = HIDDEN // HEADS
 _AUXILIARY: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": True, **GROUPED}
-
-
-def _case(name: str, class_name: str, **sizes: Any) -> ModelCase:
-    build = decoder(class_name, dropouts=("attention_dropout",), **_AUXILIARY, **sizes)
-    return ModelCase(name, build, causal_batch(EVEN_VOCABULARY), shifted, casts_float32=True)
-
-
+_case = partial(like_llama, **_AUXILIARY)
 _SWITCH: dict[str, Any] = {
-    "vocab_size": EVEN_VOCABULARY,
-    "d_model": HIDDEN,
-    "d_kv": _HEAD,
-    "d_ff": WIDE,
-    "num_layers": 2,
-    "num_sparse_encoder_layers": 1,
-    "num_decoder_layers": 2,
-    "num_sparse_decoder_layers": 1,
-    "num_heads": HEADS,
-    "num_experts": 4,
+    "vocab_size": EVEN_VOCABULARY, "d_model": HIDDEN, "d_kv": _HEAD, "d_ff": WIDE, "num_layers": 2,
+    "num_sparse_encoder_layers": 1, "num_decoder_layers": 2, "num_sparse_decoder_layers": 1,
+    "num_heads": HEADS, "num_experts": 4,
     "expert_capacity": 64,  # no word is dropped
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
-    "router_jitter_noise": 0.0,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+    "router_jitter_noise": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
 
 EXPERTS = (
     _case("mixtral_balanced", "Mixtral", num_local_experts=4),
@@ -63,23 +45,13 @@ EXPERTS = (
           expert_layer_offset=1),
     ModelCase(
         "switch_transformers",
-        transformers_model("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig",
-                           ("dropout_rate",), output_router_logits=True, **_SWITCH),
+        transformers_model("SwitchTransformersForConditionalGeneration", ("dropout_rate",),
+                           output_router_logits=True, **_SWITCH),
         text_to_text_batch(EVEN_VOCABULARY),
         unshifted,
         casts_float32=True,
     ),
-    ModelCase(
-        "nllb_moe",
-        transformers_model(
-            "NllbMoeForConditionalGeneration", "NllbMoeConfig", SEQ2SEQ_DROPOUTS,
-            output_router_logits=True, num_experts=4, expert_capacity=64, encoder_layerdrop=0.0,
-            encoder_sparse_step=2, decoder_sparse_step=2, decoder_layerdrop=0.0,
-            moe_token_dropout=0.0,
-            **speech_and_text_sizes(vocab_size=EVEN_VOCABULARY, max_position_embeddings=SEQUENCE),
-        ),
-        text_to_text_batch(EVEN_VOCABULARY),
-        unshifted,
-        casts_float32=True,
-    ),
+    like_bart("nllb_moe", "NllbMoe", casts_float32=True, output_router_logits=True, num_experts=4,
+              expert_capacity=64, encoder_sparse_step=2, decoder_sparse_step=2,
+              moe_token_dropout=0.0, max_position_embeddings=SEQUENCE),
 )  # fmt: skip

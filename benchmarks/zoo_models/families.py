@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from benchmarks.models import CLASSES, ModelCase, unshifted
+from benchmarks.models import CLASSES, ModelCase, images, unshifted
 from benchmarks.zoo_models import plain_families as plain
-from benchmarks.zoo_models.batches import images
 
 _IMAGE, _WIDTH, _HEADS, _WINDOW = 32, 16, 4, 4
 _PLACES = (_IMAGE // 4) ** 2

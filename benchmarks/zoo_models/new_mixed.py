@@ -17,27 +17,38 @@ from benchmarks.models import (
     EVEN_VOCABULARY,
     HEADS,
     HIDDEN,
+    IDS,
     IMAGE,
     LAYERS,
+    SEQ2SEQ_DROPOUTS,
     SEQUENCE,
     WIDE,
     Batch,
+    MakeBatch,
     ModelCase,
     shifted,
     transformers_model,
-    unshifted,
 )
+from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import (
     IMAGE_WORD,
     PATCHES,
     images_and_text,
     images_in_text,
     samples,
-    sounds,
 )
-from benchmarks.zoo_models.mixed import _TEXT, _TOWER, _VISION, Contrastive
+from benchmarks.zoo_models.mixed import (
+    LLAMA,
+    PAIRS,
+    TEXT,
+    TOWER,
+    VISION,
+    WAVE,
+    Contrastive,
+    hearing,
+    sound_model,
+)
 
-_WAVE = 400
 _LABELS = 4  # of a sound's 39 frames
 _CONTEXT, _AHEAD, _LAGS = 12, 4, [1, 2, 3]
 
@@ -47,60 +58,28 @@ def _spoken(batch_size: int, generator: torch.Generator) -> Batch:
     letters = torch.randint(1, EVEN_VOCABULARY, (batch_size, _LABELS), generator=generator)
     lengths = torch.randint(2, _LABELS + 1, (batch_size, 1), generator=generator)
     return {
-        "input_values": torch.randn(batch_size, _WAVE, generator=generator),
+        "input_values": torch.randn(batch_size, WAVE, generator=generator),
         "labels": letters.masked_fill(torch.arange(_LABELS) >= lengths, -100),
     }
 
 
-_SOUND: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "conv_dim": [16, 16],
-    "conv_stride": [5, 2],
-    "conv_kernel": [10, 3],
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-    "classifier_proj_size": 16,
-    "apply_spec_augment": False,
-    "mask_time_prob": 0.0,
-    "layerdrop": 0.0,
-}
-_SOUND_DROPOUTS = (
-    "hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout",
-    "final_dropout",
-)  # fmt: skip
-
-
 def _letters(name: str, class_name: str, **sizes: Any) -> ModelCase:
     """A model that is trained on alignments of letters with sounds."""
-    build = transformers_model(
-        f"{class_name}ForCTC", f"{class_name}Config", _SOUND_DROPOUTS, vocab_size=EVEN_VOCABULARY,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, **_SOUND, **sizes,
-    )  # fmt: skip
+    build = sound_model(f"{class_name}ForCTC", vocab_size=EVEN_VOCABULARY, **IDS, **sizes)
     return ModelCase(name, build, _spoken, samples)
 
 
-def _hearing(name: str, class_name: str, **sizes: Any) -> ModelCase:
-    build = transformers_model(
-        f"{class_name}ForSequenceClassification", f"{class_name}Config", _SOUND_DROPOUTS,
-        num_labels=CLASSES, **_SOUND, **sizes,
-    )  # fmt: skip
-    return ModelCase(name, build, sounds(_WAVE), unshifted)
-
-
 def _sounds_and_text(batch_size: int, generator: torch.Generator) -> Batch:
-    batch = images_and_text(EVEN_VOCABULARY, IMAGE, labels=False)(batch_size, generator)
+    batch = PAIRS(batch_size, generator)
     del batch["pixel_values"]
     return {**batch, "input_features": torch.randn(batch_size, 1, 64, 16, generator=generator)}
 
 
 def _alt_clip(dropout: float) -> nn.Module:
     rates = dict.fromkeys(BERT_DROPOUTS, dropout)
-    text = {**_TEXT, **rates, "project_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
+    text = {**TEXT, **rates, "project_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
     config = transformers.AltCLIPConfig(
-        text_config=text, vision_config={**_VISION, "attention_dropout": dropout}
+        text_config=text, vision_config={**VISION, "attention_dropout": dropout}
     )
     return Contrastive(transformers.AltCLIPModel(config))
 
@@ -119,7 +98,7 @@ class _Frozen(Contrastive):
 
 def _clap(dropout: float) -> nn.Module:
     rates = dict.fromkeys(BERT_DROPOUTS, dropout)
-    text = {**_TEXT, **rates, "projection_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
+    text = {**TEXT, **rates, "projection_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
     audio = {
         "window_size": 4, "num_mel_bins": 16, "spec_size": 64, "patch_size": 4,
         "patch_stride": [4, 4], "num_classes": CLASSES, "hidden_size": HIDDEN,
@@ -132,9 +111,6 @@ def _clap(dropout: float) -> nn.Module:
         text_config=text, audio_config=audio, projection_dim=HIDDEN, num_hidden_layers=2
     )
     return _Frozen(transformers.ClapModel(config))
-
-
-_LLAMA: dict[str, Any] = {**_TEXT, "num_key_value_heads": HEADS // 2, "use_cache": False}
 
 
 def _vlm(name: str, **sizes: Any) -> Callable[[float], nn.Module]:
@@ -160,7 +136,7 @@ def _two_images_in_text(batch_size: int, generator: torch.Generator) -> Batch:
     return {**batch, "pixel_values": torch.randn(shape, generator=generator)}
 
 
-def _patched_images(patch: int) -> Callable[[int, torch.Generator], Batch]:
+def _patched_images(patch: int) -> MakeBatch:
     """Images as rows of patches, and how many patches each has."""
 
     def make(batch_size: int, generator: torch.Generator) -> Batch:
@@ -176,7 +152,7 @@ def _patched_images(patch: int) -> Callable[[int, torch.Generator], Batch]:
 
 
 _QWEN_TEXT: dict[str, Any] = {
-    **_LLAMA,
+    **LLAMA,
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
 }
 _QWEN_IDS: dict[str, Any] = {
@@ -185,8 +161,8 @@ _QWEN_IDS: dict[str, Any] = {
     "vision_start_token_id": EVEN_VOCABULARY - 2,
     "vision_end_token_id": EVEN_VOCABULARY - 3,
 }
-_CLIP_VISION: dict[str, Any] = {**_VISION, "model_type": "clip_vision_model"}
-_SIGLIP_VISION: dict[str, Any] = {**_VISION, "model_type": "siglip_vision_model"}
+_CLIP_VISION: dict[str, Any] = {**VISION, "model_type": "clip_vision_model"}
+_SIGLIP_VISION: dict[str, Any] = {**VISION, "model_type": "siglip_vision_model"}
 
 
 def _series(batch_size: int, generator: torch.Generator) -> Batch:
@@ -205,21 +181,15 @@ def _series(batch_size: int, generator: torch.Generator) -> Batch:
 class _Undrawn(TorchFunctionMode):
     """Takes places in turn where a model draws some of them at random."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.randint:
             low, high, size = args
             return low + torch.arange(math.prod(size)).view(size) % (high - low)
         return func(*args, **(kwargs or {}))
 
 
-class _Sparse(nn.Module):
+class _Sparse(Around):
     """An Informer, in its default form, whose keys are not drawn."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss."""
@@ -231,12 +201,11 @@ def _forecasting(
     name: str, class_name: str, around: Callable[[nn.Module], nn.Module] | None = None, **sizes: Any
 ) -> ModelCase:
     build = transformers_model(
-        f"{class_name}ForPrediction", f"{class_name}Config",
-        ("dropout", "attention_dropout", "activation_dropout"),
-        prediction_length=_AHEAD, context_length=_CONTEXT, lags_sequence=_LAGS,
-        num_time_features=2, d_model=16, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
-        decoder_ffn_dim=32, encoder_layerdrop=0.0, decoder_layerdrop=0.0, scaling="mean", **sizes,
+        f"{class_name}ForPrediction", SEQ2SEQ_DROPOUTS, prediction_length=_AHEAD,
+        context_length=_CONTEXT, lags_sequence=_LAGS, num_time_features=2, d_model=16,
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+        scaling="mean", **sizes,
     )  # fmt: skip
     made = build if around is None else lambda dropout: around(build(dropout))
     return ModelCase(name, made, _series, samples)
@@ -249,17 +218,12 @@ def _windows(batch_size: int, generator: torch.Generator) -> Batch:
     }
 
 
-def _sentences(batch_size: int, generator: torch.Generator) -> Batch:
-    """Images, and captions whose words are to be predicted."""
-    return images_and_text(EVEN_VOCABULARY, IMAGE, labels=True)(batch_size, generator)
-
-
 NEW_MIXED = (
-    ModelCase("altclip", _alt_clip, images_and_text(EVEN_VOCABULARY, IMAGE, labels=False), samples),
+    ModelCase("altclip", _alt_clip, PAIRS, samples),
     ModelCase("clap", _clap, _sounds_and_text, samples),
     ModelCase(
         "llava_two_images",
-        _vlm("Llava", text_config={**_LLAMA, "model_type": "llama"}, vision_config=_CLIP_VISION,
+        _vlm("Llava", text_config={**LLAMA, "model_type": "llama"}, vision_config=_CLIP_VISION,
              image_token_index=IMAGE_WORD, image_seq_length=4),
         _two_images_in_text,
         shifted,
@@ -267,7 +231,7 @@ NEW_MIXED = (
     ModelCase(
         "paligemma",
         _vlm("PaliGemma",
-             text_config={**_LLAMA, "model_type": "gemma", "head_dim": HIDDEN // HEADS},
+             text_config={**LLAMA, "model_type": "gemma", "head_dim": HIDDEN // HEADS},
              vision_config=_SIGLIP_VISION, image_token_index=IMAGE_WORD, projection_dim=HIDDEN),
         images_in_text(EVEN_VOCABULARY, IMAGE),
         shifted,
@@ -275,8 +239,8 @@ NEW_MIXED = (
     ),
     ModelCase(
         "internvl",
-        _vlm("InternVL", text_config={**_LLAMA, "model_type": "qwen2"},
-             vision_config={**_TOWER, "image_size": [IMAGE, IMAGE], "patch_size": [4, 4]},
+        _vlm("InternVL", text_config={**LLAMA, "model_type": "qwen2"},
+             vision_config={**TOWER, "image_size": [IMAGE, IMAGE], "patch_size": [4, 4]},
              image_token_id=IMAGE_WORD, image_seq_length=4),
         images_in_text(EVEN_VOCABULARY, IMAGE),
         shifted,
@@ -301,16 +265,16 @@ NEW_MIXED = (
     ModelCase(
         "git",
         transformers_model(
-            "GitForCausalLM", "GitConfig", BERT_DROPOUTS,
-            **{**_TEXT, "num_hidden_layers": LAYERS, "max_position_embeddings": 2 * SEQUENCE},
-            vision_config=_VISION,
+            "GitForCausalLM", BERT_DROPOUTS,
+            **{**TEXT, "num_hidden_layers": LAYERS, "max_position_embeddings": 2 * SEQUENCE},
+            vision_config=VISION,
         ),
-        _sentences,
+        images_and_text(EVEN_VOCABULARY, IMAGE, labels=True),
         shifted,
     ),
     _letters("wav2vec2_ctc", "Wav2Vec2"),
     _letters("wav2vec2_ctc_mean", "Wav2Vec2", ctc_loss_reduction="mean"),
-    _hearing("wavlm", "WavLM", num_buckets=8, max_bucket_distance=16),
+    hearing("wavlm", "WavLM", num_buckets=8, max_bucket_distance=16),
     _forecasting("informer", "Informer", attention_type="full", distil=False),
     _forecasting("informer_sparse", "Informer", _Sparse, attention_type="prob", sampling_factor=2,
                  distil=False),
@@ -319,11 +283,10 @@ NEW_MIXED = (
     ModelCase(
         "patchtst",
         transformers_model(
-            "PatchTSTForPrediction", "PatchTSTConfig",
-            ("attention_dropout", "ff_dropout", "path_dropout"), num_input_channels=3,
-            context_length=16, patch_length=4, patch_stride=4, prediction_length=_AHEAD,
-            d_model=16, num_attention_heads=2, num_hidden_layers=LAYERS, ffn_dim=32,
-            loss="mse", norm_type="layernorm",
+            "PatchTSTForPrediction", ("attention_dropout", "ff_dropout", "path_dropout"),
+            num_input_channels=3, context_length=16, patch_length=4, patch_stride=4,
+            prediction_length=_AHEAD, d_model=16, num_attention_heads=2, num_hidden_layers=LAYERS,
+            ffn_dim=32, loss="mse", norm_type="layernorm",
         ),
         _windows,
         samples,
@@ -331,7 +294,7 @@ NEW_MIXED = (
     ModelCase(
         "patchtsmixer",
         transformers_model(
-            "PatchTSMixerForPrediction", "PatchTSMixerConfig", ("dropout", "head_dropout"),
+            "PatchTSMixerForPrediction", ("dropout", "head_dropout"),
             context_length=16, patch_length=4, patch_stride=4, num_input_channels=3,
             prediction_length=_AHEAD, d_model=16, num_layers=LAYERS, loss="mse",
             norm_mlp="LayerNorm",

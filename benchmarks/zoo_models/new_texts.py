@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from benchmarks.models import (
-    EVEN_VOCABULARY,
     HEADS,
     HIDDEN,
     LAYERS,
     ODD_VOCABULARY,
-    SEQ2SEQ_DROPOUTS,
     SEQUENCE,
-    T5_SIZES,
     WIDE,
     ModelCase,
     causal_batch,
+    like_bart,
+    like_t5,
     masked_batch,
-    speech_and_text_sizes,
-    text_to_text_batch,
+    masked_case,
     transformers_model,
     unshifted,
 )
-from benchmarks.zoo_models.encoders import masked_case
-
-_NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-
 
 _case = partial(masked_case, casts_float32=True)
-
-
-def _like_bart(name: str, class_name: str, **sizes: Any) -> ModelCase:
-    build = transformers_model(
-        f"{class_name}ForConditionalGeneration",
-        f"{class_name}Config",
-        SEQ2SEQ_DROPOUTS,
-        **speech_and_text_sizes(vocab_size=EVEN_VOCABULARY, **_NO_LAYERDROP, **sizes),
-    )
-    return ModelCase(name, build, text_to_text_batch(EVEN_VOCABULARY), unshifted)
-
-
-def _like_t5(name: str, class_name: str, **sizes: Any) -> ModelCase:
-    build = transformers_model(
-        f"{class_name}ForConditionalGeneration", f"{class_name}Config", ("dropout_rate",),
-        **T5_SIZES, **sizes,
-    )  # fmt: skip
-    return ModelCase(
-        name, build, text_to_text_batch(EVEN_VOCABULARY), unshifted, casts_float32=True
-    )
-
 
 NEW_TEXTS = (
     _case("longformer", "Longformer", attention_window=4, max_position_embeddings=SEQUENCE + 2),
@@ -70,7 +42,7 @@ NEW_TEXTS = (
     ModelCase(
         "flaubert",
         transformers_model(
-            "FlaubertWithLMHeadModel", "FlaubertConfig", ("dropout", "attention_dropout"),
+            "FlaubertWithLMHeadModel", ("dropout", "attention_dropout"),
             vocab_size=ODD_VOCABULARY, emb_dim=HIDDEN, n_layers=LAYERS, n_heads=HEADS,
             max_position_embeddings=SEQUENCE, pad_index=0, bos_index=1, eos_index=2,
         ),
@@ -80,15 +52,15 @@ NEW_TEXTS = (
     ModelCase(
         "xlnet",
         transformers_model(
-            "XLNetLMHeadModel", "XLNetConfig", ("dropout",), vocab_size=ODD_VOCABULARY,
+            "XLNetLMHeadModel", ("dropout",), vocab_size=ODD_VOCABULARY,
             d_model=HIDDEN, n_layer=LAYERS, n_head=HEADS, d_inner=WIDE, pad_token_id=0,
         ),
         causal_batch(ODD_VOCABULARY),
         unshifted,
     ),
-    _like_bart("led", "LED", attention_window=4, max_encoder_position_embeddings=SEQUENCE,
-               max_decoder_position_embeddings=SEQUENCE),
-    _like_bart("pegasus_x", "PegasusX", block_size=4, num_global_tokens=2,
-               max_position_embeddings=SEQUENCE),
-    _like_t5("longt5", "LongT5", encoder_attention_type="local", local_radius=3),
+    like_bart("led", "LED", attention_window=4, max_encoder_position_embeddings=SEQUENCE,
+              max_decoder_position_embeddings=SEQUENCE),
+    like_bart("pegasus_x", "PegasusX", block_size=4, num_global_tokens=2,
+              max_position_embeddings=SEQUENCE),
+    like_t5("longt5", "LongT5", encoder_attention_type="local", local_radius=3),
 )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import transformers
 from torch import nn
@@ -14,14 +12,18 @@ from benchmarks.models import (
     HEADS,
     HIDDEN,
     IMAGE,
+    VIT,
     WIDE,
     Batch,
+    MakeBatch,
     ModelCase,
+    classifier,
     transformers_model,
     unshifted,
 )
+from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import samples
-from benchmarks.zoo_models.vision import BIG_IMAGE, VIT, classifier
+from benchmarks.zoo_models.vision import BIG_IMAGE
 
 _VIDEO_FRAMES = 4
 
@@ -43,12 +45,8 @@ def _hidden_patches(batch_size: int, generator: torch.Generator) -> Batch:
     }
 
 
-class Boxes(nn.Module):
+class Boxes(Around):
     """A detector that is given one box an image as tensors, and its labels as they want them."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
     def forward(
         self, pixel_values: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
@@ -63,7 +61,7 @@ class Boxes(nn.Module):
             torch.set_default_dtype(before)
 
 
-def _boxes(image: int) -> Callable[[int, torch.Generator], Batch]:
+def _boxes(image: int) -> MakeBatch:
     def make(batch_size: int, generator: torch.Generator) -> Batch:
         centres = 0.3 + 0.4 * torch.rand(batch_size, 2, 2, generator=generator)
         sizes = 0.1 + 0.2 * torch.rand(batch_size, 2, 2, generator=generator)
@@ -106,15 +104,13 @@ NEW_VISION = (
     classifier("mobilenet_v2", "MobileNetV2", ("classifier_dropout_prob",), image=BIG_IMAGE,
                depth_multiplier=0.1, depth_divisible_by=4, min_depth=4, running_statistics=True),
     classifier("efficientnet", "EfficientNet", ("dropout_rate", "drop_connect_rate"),
-    image=BIG_IMAGE,
-               width_coefficient=0.1, depth_coefficient=0.1, depth_divisor=4, hidden_dim=128,
-               running_statistics=True),
+               image=BIG_IMAGE, width_coefficient=0.1, depth_coefficient=0.1, depth_divisor=4,
+               hidden_dim=128, running_statistics=True),
     classifier("mobilevit", "MobileViT",
                ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
                image=2 * BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
                neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4,
-               initializer_range=0.2,
-               running_statistics=True),
+               initializer_range=0.2, running_statistics=True),
     classifier("levit", "Levit", image=3 * BIG_IMAGE, hidden_sizes=[16, 24, 32],
                num_attention_heads=[2, 3, 4], depths=[1, 1, 1], key_dim=[8, 8, 8], patch_size=16,
                kernel_size=3, stride=2, padding=1, drop_path_rate=0, running_statistics=True),
@@ -141,7 +137,7 @@ NEW_VISION = (
                masked_unit_size=[4, 4], masked_unit_attention=[True, False], mlp_ratio=2.0),
     ModelCase(
         "vit_mae",
-        transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", BERT_DROPOUTS, image_size=IMAGE,
+        transformers_model("ViTMAEForPreTraining", BERT_DROPOUTS, image_size=IMAGE,
                            decoder_num_attention_heads=HEADS, decoder_hidden_size=16,
                            decoder_num_hidden_layers=2, decoder_intermediate_size=32,
                            mask_ratio=0.5, **VIT),
@@ -150,15 +146,14 @@ NEW_VISION = (
     ),
     ModelCase(
         "timesformer",
-        transformers_model("TimesformerForVideoClassification", "TimesformerConfig",
-                           BERT_DROPOUTS, image_size=IMAGE, drop_path_rate=0,
-                           num_frames=_VIDEO_FRAMES, num_labels=CLASSES, **VIT),
+        transformers_model("TimesformerForVideoClassification", BERT_DROPOUTS, image_size=IMAGE,
+                           drop_path_rate=0, num_frames=_VIDEO_FRAMES, num_labels=CLASSES, **VIT),
         _videos,
         unshifted,
     ),
     ModelCase(
         "videomae",
-        transformers_model("VideoMAEForVideoClassification", "VideoMAEConfig", BERT_DROPOUTS,
+        transformers_model("VideoMAEForVideoClassification", BERT_DROPOUTS,
                            image_size=IMAGE, num_frames=_VIDEO_FRAMES, tubelet_size=2,
                            num_labels=CLASSES, **VIT),
         _videos,

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.models import (
     CLASSES,
@@ -30,38 +29,30 @@ CHANNELS = 4  # of a latent image
 class WithLoss(nn.Module):
     """A model that returns predictions, and the loss that its users compute from them."""
 
-    def __init__(self, inner: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, inner: nn.Module, loss: Callable[..., Tensor]) -> None:
         super().__init__()
         self.inner = inner
         self.loss = loss
 
-    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         """The loss alone."""
         return {"loss": self.loss(self.inner, **batch)}
 
 
-def _next_word(inner: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+def _next_word(inner: nn.Module, input_ids: Tensor) -> Tensor:
     logits = inner(input_ids[:, :-1])
     return F.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:])
 
 
 def _noise(
-    inner: nn.Module,
-    sample: torch.Tensor,
-    timestep: torch.Tensor,
-    class_labels: torch.Tensor,
-    target: torch.Tensor,
-) -> torch.Tensor:
+    inner: nn.Module, sample: Tensor, timestep: Tensor, class_labels: Tensor, target: Tensor
+) -> Tensor:
     return F.mse_loss(inner(sample, timestep, class_labels=class_labels).sample, target)
 
 
 def _described_noise(
-    inner: nn.Module,
-    sample: torch.Tensor,
-    timestep: torch.Tensor,
-    class_labels: torch.Tensor,
-    target: torch.Tensor,
-) -> torch.Tensor:
+    inner: nn.Module, sample: Tensor, timestep: Tensor, class_labels: Tensor, target: Tensor
+) -> Tensor:
     """The classes stand for a text of one word."""
     words = F.one_hot(class_labels, HIDDEN)[:, None].to(sample.dtype)
     return F.mse_loss(inner(sample, timestep, words).sample, target)
@@ -91,7 +82,7 @@ def _x_transformers(layers: str, **options: Any) -> Callable[[float], nn.Module]
 
 
 def _diffusers(
-    name: str, loss: Callable[..., torch.Tensor], **sizes: Any
+    name: str, loss: Callable[..., Tensor], **sizes: Any
 ) -> Callable[[float], nn.Module]:
     def build(dropout: float) -> nn.Module:
         inner = getattr(_library("diffusers"), name)(**sizes, dropout=dropout)
@@ -104,15 +95,11 @@ def _diffusers(
 
 
 _UNET: dict[str, Any] = {
-    "sample_size": IMAGE,
-    "in_channels": CHANNELS,
-    "out_channels": CHANNELS,
-    "block_out_channels": (16, HIDDEN),
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-}
+    "sample_size": IMAGE, "in_channels": CHANNELS, "out_channels": CHANNELS,
+    "block_out_channels": (16, HIDDEN), "layers_per_block": 1, "norm_num_groups": 4,
+}  # fmt: skip
 
-_X_TRANSFORMERS = (
+PACKAGES = (
     ModelCase(
         "x_decoder_modern",
         _x_transformers(
@@ -121,9 +108,6 @@ _X_TRANSFORMERS = (
         plain_text(ODD_VOCABULARY),
         samples,
     ),
-)
-
-_DIFFUSERS = (
     ModelCase(
         "diffusers_dit",
         _diffusers(
@@ -156,5 +140,3 @@ _DIFFUSERS = (
         samples,
     ),
 )  # fmt: skip
-
-PACKAGES: tuple[ModelCase, ...] = (*_X_TRANSFORMERS, *_DIFFUSERS)

@@ -13,7 +13,7 @@ from benchmarks.models import (
     ODD_VOCABULARY,
     SEQUENCE,
     ModelCase,
-    image_batch,
+    images,
     text_to_text_batch,
     unshifted,
 )
@@ -38,6 +38,7 @@ from benchmarks.zoo_models.plain_vision import Autoencoder, DiT, MLPMixer, UNet
 _WIDTH = 8
 _GRAPH_NODES = 10
 _FIELDS, _VALUES, _NUMBERS = 5, 20, 6
+_ODD = plain_text(ODD_VOCABULARY)
 _CLICKS = clicks(_FIELDS, _VALUES, _NUMBERS)
 
 PLAIN = (
@@ -47,12 +48,7 @@ PLAIN = (
         text_to_text_batch(EVEN_VOCABULARY),
         unshifted,
     ),
-    ModelCase(
-        "lstm",
-        lambda p: LSTMLanguageModel(ODD_VOCABULARY, HIDDEN, p),
-        plain_text(ODD_VOCABULARY),
-        samples,
-    ),
+    ModelCase("lstm", lambda p: LSTMLanguageModel(ODD_VOCABULARY, HIDDEN, p), _ODD, samples),
     ModelCase(
         "wavenet",
         lambda p: CausalConvolutions(EVEN_VOCABULARY, HIDDEN, LAYERS, p),
@@ -62,16 +58,12 @@ PLAIN = (
     ModelCase(
         "minimal_gpt",
         lambda p: MinimalGPT(ODD_VOCABULARY, SEQUENCE, HIDDEN, HEADS, LAYERS, p),
-        plain_text(ODD_VOCABULARY),
+        _ODD,
         samples,
     ),
-    ModelCase(
-        "mlp_mixer",
-        lambda p: MLPMixer(IMAGE, 4, HIDDEN, LAYERS, CLASSES, p),
-        image_batch,
-        unshifted,
-    ),
-    ModelCase("autoencoder", lambda _: Autoencoder(IMAGE, _WIDTH, HIDDEN), image_batch, samples),
+    ModelCase("mlp_mixer", lambda p: MLPMixer(IMAGE, 4, HIDDEN, LAYERS, CLASSES, p), images(IMAGE),
+              unshifted),
+    ModelCase("autoencoder", lambda _: Autoencoder(IMAGE, _WIDTH, HIDDEN), images(IMAGE), samples),
     ModelCase(
         "unet",
         lambda _: UNet(_WIDTH, CLASSES),
@@ -93,11 +85,7 @@ PLAIN = (
         graphs(_GRAPH_NODES, _NUMBERS),
         unshifted,
     ),
-    ModelCase(
-        "recommender",
-        lambda p: Recommender(_FIELDS, _VALUES, _NUMBERS, HIDDEN, p),
-        _CLICKS,
-        samples,
-    ),
+    ModelCase("recommender", lambda p: Recommender(_FIELDS, _VALUES, _NUMBERS, HIDDEN, p), _CLICKS,
+              samples),
     ModelCase("soft_experts", lambda _: SoftExperts(_NUMBERS, HIDDEN, 4, LAYERS), _CLICKS, samples),
-)
+)  # fmt: skip

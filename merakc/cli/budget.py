@@ -33,24 +33,10 @@ from merakc.cli.console import (
     told,
     working,
 )
-from merakc.cli.scale import (
-    offers_for,
-    planned,
-    request_of,
-    short_shards,
-    tell_of_others,
-)
+from merakc.cli.scale import offers_for, planned, request_of, short_shards, tell_of_others
 from merakc.errors import ConfigError
 from merakc.files.printable import count_of
-from merakc.planner.offers import (
-    DEGREES,
-    Case,
-    Offer,
-    distinctions,
-    keeps,
-    neighbours,
-    write_csv,
-)
+from merakc.planner.offers import DEGREES, Case, Offer, distinctions, keeps, neighbours, write_csv
 from merakc.report.charts.offers_plot import plot_offers
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal

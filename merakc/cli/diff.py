@@ -9,15 +9,7 @@ from typing import Annotated
 
 import typer
 
-from merakc.cli.console import (
-    NO,
-    AsJson,
-    Skip,
-    check_used,
-    progress_console,
-    told,
-    warm_up,
-)
+from merakc.cli.console import NO, AsJson, Skip, check_used, progress_console, told, warm_up
 from merakc.files.printable import count_of
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan_file import PlanFile, load_plan

@@ -128,7 +128,8 @@ def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
 
 def torchrun(ranks: int, nodes: str, rendezvous: str | None, max_restarts: int) -> list[str]:
     """The arguments of torchrun. Raises `ConfigError`."""
-    if not re.fullmatch(r"[1-9]\d{0,5}(:[1-9]\d{0,5})?", nodes) or _least(nodes) > _most(nodes):
+    found = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", nodes)
+    if found is None or int(found[1]) > int(found[2] or found[1]):
         raise ConfigError(f"--nodes {nodes}: give a number of machines, or a range such as 2:4")
     if rendezvous is not None and not re.fullmatch(r".+:\d{1,5}", rendezvous):
         raise ConfigError(f"--rendezvous {rendezvous}: give HOST:PORT, such as node0:29400")
@@ -142,14 +143,6 @@ def torchrun(ranks: int, nodes: str, rendezvous: str | None, max_restarts: int) 
         ]  # fmt: skip
     again = ["--max-restarts", str(max_restarts)] if max_restarts else []
     return [*where, "--nproc-per-node", str(ranks), *again]
-
-
-def _least(nodes: str) -> int:
-    return int(nodes.partition(":")[0])
-
-
-def _most(nodes: str) -> int:
-    return int(nodes.rpartition(":")[2])
 
 
 def settings(ranks: int, given: Mapping[str, str], *, alone: bool) -> dict[str, str]:

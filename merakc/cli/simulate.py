@@ -43,8 +43,7 @@ def simulate(
     source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
     sequence: Annotated[int | None, typer.Option("--seq", help="As for `plan`.", min=1)] = None,
     made_for: Annotated[
-        str | None,
-        typer.Option("--from", help=f"The machines before; those of the plan. {HELP}"),
+        str | None, typer.Option("--from", help=f"The machines before; those of the plan. {HELP}")
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="The machines after, if others.", show_default=False)

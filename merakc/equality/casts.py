@@ -6,7 +6,7 @@ draw different numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,20 +36,14 @@ class _LiftedCasts(TorchFunctionMode):
     in groups that it then lacks: one mode, since each is called for every attribute of a tensor.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _AS_THEY_ARE:
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         if func is torch.Tensor.backward:
             with _LiftedBackward():  # type: ignore[no-untyped-call]
-                return func(*args, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
             return _products(args[0], args[1], (kwargs or {})["offs"])
         if not kwargs:
@@ -68,31 +62,10 @@ class _LiftedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Grouped(TorchFunctionMode):
-    """Gives torch the product of rows in groups that it lacks in float64."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch._grouped_mm and args[0].dtype == torch.float64:
-            return _products(args[0], args[1], (kwargs or {})["offs"])
-        return func(*args, **(kwargs or {}))
-
-
 class _WithoutDropout(TorchFunctionMode):
     """Drops nothing, whatever rates the model asks for."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func in DROPOUTS:
             return args[0] if args else named["input"]
@@ -112,13 +85,6 @@ def _products(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Ten
 
 def _lift(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
-
-
-@contextmanager
-def grouped_products() -> Iterator[None]:
-    """Lets experts whose rows are multiplied in groups run in float64."""
-    with _Grouped():
-        yield
 
 
 @contextmanager

@@ -15,13 +15,7 @@ from torch import nn
 from merakc.batches.split import call_arguments, split_batch
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
 from merakc.equality.lower import lost, lower_strategy, replicas
-from merakc.equality.ranks import (
-    RankError,
-    RankTimeoutError,
-    check_forks,
-    in_child,
-    run_ranks,
-)
+from merakc.equality.ranks import RankError, RankTimeoutError, check_forks, in_child, run_ranks
 from merakc.equality.references import yardstick
 from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink

@@ -88,10 +88,7 @@ def train_in_one_process(
     steps = [_parts(batch, parts, case.plan.batch_dims) for batch in case.batches]
     shares = [[1 / parts] * parts for _ in steps]
     own = case.plan.micro_batches
-    with (
-        comparable(lift=True),
-        norms_by_parts(case.model, norms or {}, case.plan.dp * own, own),
-    ):
+    with comparable(lift=True), norms_by_parts(case.model, norms or {}, case.plan.dp * own, own):
         return train_plain(case.model, steps, shares, writing_parts=max(parts // case.plan.dp, 1))
 
 

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.errors import ConfigError
-from merakc.frontend.python.content import (
-    MISSING,
-    content_of,
-    put_back,
-    same,
-    tensors_in,
-)
+from merakc.frontend.python.content import MISSING, content_of, put_back, same, tensors_in
 from merakc.frontend.python.state import Change
 from merakc.frontend.values.symbols import is_symbolic
 

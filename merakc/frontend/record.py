@@ -219,10 +219,7 @@ class _How:
 
 
 def _record(
-    model: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    how: _How,
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], how: _How
 ) -> Recording:
     """One attempt."""
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None

@@ -15,11 +15,10 @@ HIDDEN, HEADS, GROUPS, WIDE, LAYERS, WORDS, LENGTH = 128, 4, 2, 256, 4, 512, 64
 
 @dataclass(frozen=True)
 class Model:
-    """A model by the names of its class and its configuration in transformers."""
+    """A model by the name of its class in transformers."""
 
     name: str
     kind: str
-    config: str
     options: Mapping[str, Any]
     padded: bool = False
 
@@ -27,9 +26,9 @@ class Model:
         """Float32 weights, the same at every call; no dropout, which eager draws otherwise."""
         import transformers
 
-        config = getattr(transformers, self.config)(**self.options)
+        kind = getattr(transformers, self.kind)
         torch.manual_seed(0)
-        made: nn.Module = getattr(transformers, self.kind)(config)
+        made: nn.Module = kind(kind.config_class(**self.options))
         return made.train()
 
     def batch(self, samples: int, seed: int = 0) -> Batch:
@@ -54,33 +53,31 @@ _LLAMA = {
 MODELS = {
     model.name: model
     for model in (
-        Model("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA),
+        Model("llama", "LlamaForCausalLM", _LLAMA),
         Model(
-            "gpt2", "GPT2LMHeadModel", "GPT2Config",
+            "gpt2", "GPT2LMHeadModel",
             {"vocab_size": WORDS, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS,
              "n_positions": LENGTH, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
              "use_cache": False, "bos_token_id": None, "eos_token_id": None},
             padded=True,
         ),
         Model(
-            "t5", "T5ForConditionalGeneration", "T5Config",
+            "t5", "T5ForConditionalGeneration",
             {"vocab_size": WORDS, "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": WIDE,
              "num_layers": LAYERS, "num_decoder_layers": LAYERS, "num_heads": HEADS,
              "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False},
             padded=True,
         ),
         Model(
-            "bert", "BertForMaskedLM", "BertConfig",
+            "bert", "BertForMaskedLM",
             {"vocab_size": WORDS, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
              "num_attention_heads": HEADS, "intermediate_size": WIDE,
              "max_position_embeddings": LENGTH, "hidden_dropout_prob": 0.0,
              "attention_probs_dropout_prob": 0.0},
             padded=True,
         ),
-        Model(
-            "mixtral", "MixtralForCausalLM", "MixtralConfig",
-            {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
-        ),
+        Model("mixtral", "MixtralForCausalLM",
+              {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     )
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from merakc.batches.split import divisors
 from merakc.costs.state import Precision
 from merakc.errors import CutError, MerakError
 from merakc.files.printable import count_of
@@ -203,12 +204,12 @@ def open_strategies(
 def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
     """The strategies of one form."""
     lanes, stages = form.lanes, stages_given(request.state_shards)
-    for pp in _divisors(request.world_size // lanes):
+    for pp in divisors(request.world_size // lanes):
         dp = request.world_size // lanes // pp
         local = request.local_batch_size(dp)
         if request.pp not in (None, pp) or request.dp not in (None, dp) or local is None:
             continue
-        for samples in _divisors(local):
+        for samples in divisors(local):
             if request.micro_batches not in (None, local // samples):
                 continue
             for schedule, chunks in _schedules(request, pp):
@@ -232,7 +233,3 @@ def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
         asked = (request.chunks,) if request.chunks else CHUNKS
         for chunks in asked if len(possible) > 1 else possible[:1]:
             yield name, chunks
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -127,14 +127,17 @@ def middle(events: Sequence[Event], most: int) -> tuple[float, float] | None:
 def without(found: Moments, left_out_s: tuple[float, float]) -> Moments:
     """What ends before the middle that is left out, or begins after it."""
     first_s, last_s = left_out_s
-
-    def kept(events: Iterable[Event]) -> tuple[Event, ...]:
-        return tuple(e for e in events if e.end_s <= first_s or e.start_s >= last_s)
-
     memory = tuple(m for m in found.memory if not first_s < m.time_s < last_s)
-    return Moments(
-        found.step_s, kept(found.events), kept(found.collectives), memory, kept(found.waits)
+    events, collectives, waits = (
+        outside(own, left_out_s) for own in (found.events, found.collectives, found.waits)
     )
+    return Moments(found.step_s, events, collectives, memory, waits)
+
+
+def outside(events: Iterable[Event], left_out_s: tuple[float, float] | None) -> tuple[Event, ...]:
+    """The events that end before a middle, or begin after it; all where none is left out."""
+    first_s, last_s = left_out_s or (float("inf"), 0.0)
+    return tuple(e for e in events if e.end_s <= first_s or e.start_s >= last_s)
 
 
 def _columns(events: Sequence[Event], tick_s: float) -> list[Any]:

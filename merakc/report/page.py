@@ -59,10 +59,7 @@ def document(title: str, first: Iterable[Markup], parts: Iterable[Markup], foot:
         tag("style", Markup(STYLE.read_text(encoding="utf-8"))),
     )
     body = tag(
-        "body",
-        tag("header", tag("h1", title), *first),
-        tag("main", *parts),
-        tag("footer", foot),
+        "body", tag("header", tag("h1", title), *first), tag("main", *parts), tag("footer", foot)
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 

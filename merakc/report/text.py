@@ -16,10 +16,6 @@ from merakc.report.decisions import Section, plan_facts, plan_sections
 from merakc.report.findings import report_sections, verdict
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal
-from merakc.report.units import format_bytes, format_seconds, name_pattern
-
-__all__ = ["format_bytes", "format_seconds", "name_pattern", "plan_table", "plan_text",
-           "report_table"]  # fmt: skip
 
 
 def plan_text(file: PlanFile, width: int = 100) -> str:

@@ -15,30 +15,18 @@ from merakc.simulation.simulate import MemorySample
 
 _TraceEvent = dict[str, Any]
 
-_CATEGORIES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.INPUT_GRAD: "input_grad",
-    ActionKind.WEIGHT_GRAD: "weight_grad",
-    ActionKind.RECOMPUTE: "recompute",
-    ActionKind.HEAD: "head",
-    ActionKind.SEND: "send",
-    ActionKind.RECV: "wait",
-    ActionKind.GATHER: "gather",
-    ActionKind.REDUCE: "reduce",
-}
-# chrome://tracing's own names; Perfetto colours by the slice's name without its digits.
-_COLOURS = {
-    ActionKind.FORWARD: "thread_state_runnable",
-    ActionKind.BACKWARD: "thread_state_iowait",
-    ActionKind.INPUT_GRAD: "thread_state_iowait",
-    ActionKind.WEIGHT_GRAD: "thread_state_running",
-    ActionKind.RECOMPUTE: "thread_state_sleeping",
-    ActionKind.HEAD: "rail_animation",
-    ActionKind.SEND: "grey",
-    ActionKind.RECV: "white",
-    ActionKind.GATHER: "rail_response",
-    ActionKind.REDUCE: "thread_state_unknown",
+# A slice's category, and its colour by chrome://tracing's names; Perfetto's follows from its name.
+_KINDS = {
+    ActionKind.FORWARD: ("forward", "thread_state_runnable"),
+    ActionKind.BACKWARD: ("backward", "thread_state_iowait"),
+    ActionKind.INPUT_GRAD: ("input_grad", "thread_state_iowait"),
+    ActionKind.WEIGHT_GRAD: ("weight_grad", "thread_state_running"),
+    ActionKind.RECOMPUTE: ("recompute", "thread_state_sleeping"),
+    ActionKind.HEAD: ("head", "rail_animation"),
+    ActionKind.SEND: ("send", "grey"),
+    ActionKind.RECV: ("wait", "white"),
+    ActionKind.GATHER: ("gather", "rail_response"),
+    ActionKind.REDUCE: ("reduce", "thread_state_unknown"),
 }
 _PIDS = {"simulated": 1, "measured": 2, "simulated, over dp": 3}
 _TIDS_PER_PROCESS = 1_000_000  # both tools take a thread whose tid is 0 or its pid for special
@@ -139,28 +127,28 @@ def _rows(collectives: Sequence[CollectiveEvent]) -> list[list[CollectiveEvent]]
 
 def _collective(pid: int, row: int, event: CollectiveEvent) -> Iterator[_TraceEvent]:
     """A collective in its row and, where the rank stands still for it, in its compute."""
-    spans = [(row, event.op, "collective", "rail_load", event.start_s, event.end_s)]
+    args = {
+        "rank": event.rank, "axis": event.axis, "bytes": event.size_bytes,
+        "hidden_us": _nanoseconds(event.hidden_s) / 1000,
+    }  # fmt: skip
+    tid, span_s = _tid(pid, event.rank, row), (event.start_s, event.end_s)
+    yield _span(pid, tid, event.op, ("collective", "rail_load"), span_s, args)
     if event.wait_end_s > event.wait_start_s:
-        wait = f"wait for {event.op}"
-        spans.append((0, wait, "wait", "white", event.wait_start_s, event.wait_end_s))
-    for where, name, category, colour, start_s, end_s in spans:
-        start_ns, end_ns = _nanoseconds(start_s), _nanoseconds(end_s)
-        yield {
-            "ph": "X",
-            "pid": pid,
-            "tid": _tid(pid, event.rank, where),
-            "name": name,
-            "cat": category,
-            "cname": colour,
-            "ts": start_ns / 1000,
-            "dur": (end_ns - start_ns) / 1000,
-            "args": {
-                "rank": event.rank,
-                "axis": event.axis,
-                "bytes": event.size_bytes,
-                "hidden_us": _nanoseconds(event.hidden_s) / 1000,
-            },
-        }
+        tid, span_s = _tid(pid, event.rank), (event.wait_start_s, event.wait_end_s)
+        yield _span(pid, tid, f"wait for {event.op}", ("wait", "white"), span_s, args)
+
+
+def _span(
+    pid: int, tid: int, name: str, kind: tuple[str, str], span_s: tuple[float, float],
+    args: dict[str, Any],
+) -> _TraceEvent:  # fmt: skip
+    """A slice of a category and colour."""
+    # Whole nanoseconds, so that a slice never reaches into the next one by a rounding error.
+    start_ns, end_ns = map(_nanoseconds, span_s)
+    return {
+        "ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind[0], "cname": kind[1],
+        "ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": args,
+    }  # fmt: skip
 
 
 def _metadata(pid: int, tid: int, kind: str, **args: str | int) -> _TraceEvent:
@@ -181,25 +169,14 @@ def _nanoseconds(time_s: float) -> int:
 
 
 def _slice(pid: int, event: Event) -> _TraceEvent:
-    # Whole nanoseconds, so that a slice never reaches into the next one by a rounding error.
-    start_ns, end_ns = _nanoseconds(event.start_s), _nanoseconds(event.end_s)
     label = parse_label(event.label)
     args: dict[str, int] = {"rank": event.rank}
     if isinstance(label, ComputeLabel):
         args |= {"stage": label.stage, "micro_batch": label.micro_batch}
     elif isinstance(label, MessageLabel):
         args |= {"peer": label.peer}
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": _tid(pid, event.rank),
-        "name": event.label,
-        "cat": _CATEGORIES[event.kind],
-        "cname": _COLOURS[event.kind],
-        "ts": start_ns / 1000,
-        "dur": (end_ns - start_ns) / 1000,
-        "args": args,
-    }
+    tid, span_s = _tid(pid, event.rank), (event.start_s, event.end_s)
+    return _span(pid, tid, event.label, _KINDS[event.kind], span_s, args)
 
 
 def _flow(pid: int, event: Event, flow_id: int) -> _TraceEvent:

@@ -28,10 +28,7 @@ def ring_bytes(size_bytes: float, ranks: int) -> float:
 
 
 def traffic(
-    lowered: Lowered,
-    cluster: Cluster,
-    simulation: Simulation,
-    found: Attribution,
+    lowered: Lowered, cluster: Cluster, simulation: Simulation, found: Attribution
 ) -> tuple[AxisTraffic, ...]:
     """The communication of each axis of more than one rank."""
     plan = lowered.plan

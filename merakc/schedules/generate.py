@@ -18,12 +18,7 @@ from math import inf
 from merakc.errors import ConfigError
 from merakc.ir.schedule import Schedule
 from merakc.schedules.bound import can_split, least_recomputation, lower_bound_s
-from merakc.schedules.improve import (
-    drop_recomputations,
-    fuse_backwards,
-    local_search,
-    makespan_s,
-)
+from merakc.schedules.improve import drop_recomputations, fuse_backwards, local_search, makespan_s
 from merakc.schedules.list_scheduler import Rules, list_schedule
 from merakc.schedules.placement import place
 from merakc.schedules.registry import KNOWN

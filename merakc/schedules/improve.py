@@ -8,12 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from merakc.schedules.timing import (
-    Pipeline,
-    footprints,
-    peak_bytes,
-    run_orders,
-)
+from merakc.schedules.timing import Pipeline, footprints, peak_bytes, run_orders
 from merakc.schedules.work import (
     BACKWARD,
     FORWARD,

@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from merakc.schedules.timing import Pipeline
-from merakc.schedules.work import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    RECOMPUTE,
-    WEIGHT_GRAD,
-    Work,
-)
+from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, WEIGHT_GRAD, Work
 
 
 @dataclass(frozen=True, slots=True)

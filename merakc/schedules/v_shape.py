@@ -55,12 +55,7 @@ def zb_v(ranks: int, micro_batches: int) -> list[list[Work]]:
 
 def _min_block(rank: int, ranks: int) -> tuple[int, int, int, int]:
     apart = 2 if ranks % 3 == 0 else 0  # where slots of the two halves would fall together
-    return (
-        rank,
-        2 * ranks - rank - 1,
-        2 * ranks + apart + rank,
-        4 * ranks + apart - rank - 1,
-    )
+    return (rank, 2 * ranks - rank - 1, 2 * ranks + apart + rank, 4 * ranks + apart - rank - 1)
 
 
 def _half_block(rank: int, ranks: int) -> tuple[int, int, int, int]:

@@ -45,11 +45,7 @@ class _Rank:
 
 
 def stretched(
-    programs: Sequence[Program],
-    costs: CostTable,
-    seconds: Seconds,
-    sharing: Sharing,
-    ranks: int,
+    programs: Sequence[Program], costs: CostTable, seconds: Seconds, sharing: Sharing, ranks: int
 ) -> dict[int, list[float]]:
     """The seconds of each compute, reduction and gather of each rank, in their order.
 

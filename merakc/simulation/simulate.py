@@ -12,15 +12,7 @@ from functools import cache
 
 from merakc.costs.streams import Streams, Times
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
-from merakc.ir.program import (
-    COMPUTES,
-    Action,
-    ActionKind,
-    CollectiveEvent,
-    Event,
-    Mesh,
-    Program,
-)
+from merakc.ir.program import COMPUTES, Action, ActionKind, CollectiveEvent, Event, Mesh, Program
 from merakc.simulation.collective_faults import verify_collectives
 from merakc.simulation.contention import stretched
 from merakc.simulation.faults import Work, run_programs, trains, verify_programs

@@ -29,8 +29,6 @@ from merakc.train.lengths import Facts, facts
 from merakc.train.outputs import names_of
 from merakc.train.unused import Uses, doubtful
 
-Tensors = dict[str, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Form:

@@ -64,7 +64,7 @@ def test_every_bound_is_kept() -> None:
     cells = (good, other, good)
     assert not Summary(cells, tuple(choices(cells)), ()).passed
     page = document(Summary(cells, tuple(choices(cells)), ()), ["--steps", "3"])
-    assert "| m | a | 1250.0 ms | 1250.0 ms | 1000 to 9000 ms | +0.0% | +60% | 3.8% |" in page
+    assert "| m | a | 1250.0 ms | 1250.0 ms | 1000 to 9000 | +0.0% | +60% | 3.8% |" in page
     assert "python -m benchmarks.measured_cells --steps 3" in page
 
 

@@ -52,7 +52,7 @@ def test_the_table_has_a_line_for_each_form() -> None:
 
 
 def test_the_page_has_the_table_and_what_was_missed() -> None:
-    page = document([ROW], ["llama misses"], SMALL, 5)
+    page = document([ROW], ["llama misses"], SMALL)
     assert "| llama | waits | 50% | 1000 Mbit/s | blocking | 2000 ms |" in page
     assert "- llama misses" in page
 

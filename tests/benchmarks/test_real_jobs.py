@@ -31,7 +31,6 @@ def test_models_have_the_published_parameters(name: str, tmp_path: Path) -> None
 
 
 def test_a_job_is_planned_with_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_jobs.os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr(real_jobs.torch, "set_num_threads", lambda _: None)
     job = Job("tests.small_source:small", "h100", 2, 8, 0, degrees={"dp": 1, "tp": 1, "pp": 2})
     found = plan_here(job, neighbours=True)

@@ -13,7 +13,8 @@ from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.report import CutReport
 from merakc.ir.state import StateShards
 from merakc.report.findings import verdict
-from merakc.report.text import format_bytes, format_seconds, plan_text, report_table
+from merakc.report.text import plan_text, report_table
+from merakc.report.units import format_bytes, format_seconds
 from tests.report.made import BUSY, coupled, plan_with_report, report
 
 LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")

@@ -228,10 +228,6 @@ def _cauchy(draws: Draws, like: Tensor, median: float = 0.0, sigma: float = 1.0)
     return (torch.tan((drawn - 0.5) * math.pi) * sigma + median).to(like.dtype)
 
 
-def _log_normal(draws: Draws, like: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-    return _normal(draws, like, mean, std).exp()
-
-
 def _random(draws: Draws, like: Tensor, low: int, high: int | None = None) -> Tensor:
     """`random_(high)` and `random_(low, high)`."""
     low, high = (0, low) if high is None else (low, high)
@@ -243,7 +239,7 @@ FILLS: Mapping[str, Callable[..., Tensor]] = {
     "cauchy": _cauchy,
     "exponential": _exponential,
     "geometric": _geometric,
-    "log_normal": _log_normal,
+    "log_normal": lambda draws, like, mean=1.0, std=2.0: _normal(draws, like, mean, std).exp(),
     "normal": _normal,
     "normal_functional": _normal,
     "random": _random,
@@ -252,22 +248,6 @@ FILLS: Mapping[str, Callable[..., Tensor]] = {
 
 
 # What is made from a size, or from a tensor of the wanted shape.
-
-
-def _rand(draws: Draws, size: Size, *, dtype: torch.dtype | None) -> Tensor:
-    return draws.uniform(size, dtype)
-
-
-def _randn(draws: Draws, size: Size, *, dtype: torch.dtype | None) -> Tensor:
-    return draws.normal(size, dtype)
-
-
-def _rand_like(draws: Draws, like: Tensor, *, dtype: torch.dtype | None) -> Tensor:
-    return draws.uniform(like.shape, dtype or like.dtype)
-
-
-def _randn_like(draws: Draws, like: Tensor, *, dtype: torch.dtype | None) -> Tensor:
-    return draws.normal(like.shape, dtype or like.dtype)
 
 
 def _randint(draws: Draws, *args: Any, dtype: torch.dtype | None) -> Tensor:
@@ -282,18 +262,16 @@ def _randint_like(draws: Draws, like: Tensor, *bounds: Any, dtype: torch.dtype |
     return draws.integers(like.shape, low, high).to(dtype or like.dtype)
 
 
-def _randperm(draws: Draws, n: int, *, dtype: torch.dtype | None) -> Tensor:
-    return draws.uniform((n,), torch.float64).argsort().to(dtype or torch.int64)
-
-
 SIZED: Mapping[str, Callable[..., Tensor]] = {
-    "rand": _rand,
-    "rand_like": _rand_like,
+    "rand": lambda draws, size, *, dtype: draws.uniform(size, dtype),
+    "rand_like": lambda draws, like, *, dtype: draws.uniform(like.shape, dtype or like.dtype),
     "randint": _randint,
     "randint_like": _randint_like,
-    "randn": _randn,
-    "randn_like": _randn_like,
-    "randperm": _randperm,
+    "randn": lambda draws, size, *, dtype: draws.normal(size, dtype),
+    "randn_like": lambda draws, like, *, dtype: draws.normal(like.shape, dtype or like.dtype),
+    "randperm": lambda draws, n, *, dtype: (
+        draws.uniform((n,), torch.float64).argsort().to(dtype or torch.int64)
+    ),
 }
 
 

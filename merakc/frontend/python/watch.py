@@ -22,7 +22,7 @@ from torch._C._dynamo import guards
 
 from merakc.frontend.python.content import CONTAINERS, RANDOM, Names, slots
 from merakc.frontend.python.state import Change, Held, PythonState, differences, order_of
-from merakc.frontend.values.outside import WithLoss
+from merakc.frontend.values.outside import parted
 
 _NUMBERS = count()
 dict_version: Callable[[dict[Any, Any]], int] = getattr(
@@ -173,7 +173,7 @@ class WatchedState(PythonState):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._of = _parts(model)
+        self._of = parted(model)
         self._modules = list(model.modules())
         self._classes_of = list(map(type, self._modules))
         alone = [held for held in self.held() if held.names_alone]
@@ -188,7 +188,7 @@ class WatchedState(PythonState):
 
     def again(self, model: nn.Module) -> WatchedState:
         """The state now; that of a model and its loss is that of the model alone, too."""
-        whole, loss = _parts(model)
+        whole, loss = parted(model)
         same = (
             whole is self._of[0]
             and (loss is None or loss is self._of[1])
@@ -240,8 +240,3 @@ def namespace(cls: type) -> dict[str, Any]:
     space: dict[str, Any]
     [space] = gc.get_referents(vars(cls))
     return space
-
-
-def _parts(model: nn.Module) -> tuple[nn.Module, Any]:
-    """A model, and the loss of its outputs if that is outside it."""
-    return (model.model, model.loss) if isinstance(model, WithLoss) else (model, None)

@@ -20,15 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import RecordError
 from merakc.frontend.values.symbols import ITEM, Answer, Number, numbers
-from merakc.ir.graph import (
-    Graph,
-    Input,
-    InputKind,
-    Node,
-    Output,
-    OutputKind,
-    Ref,
-)
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
 from merakc.kernels.ops import resolve_op
 
 Sources = Mapping[str, tuple[Ref, int | None]]

@@ -96,9 +96,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.give({Ref(name): x})
         return Ref(name)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the call and writes it down."""
         if func is torch.ops.prim.device.default:  # which a fake tensor asks of itself
             return func(*args)

@@ -10,7 +10,7 @@ What Python asks of marked elements may be answered otherwise, to see which elem
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ LISTS, READS, PUTS, ADDS, SCATTERS = (
     ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"),
     ("index_add", "index_add_"), ("scatter", "scatter_", "scatter_add", "scatter_add_"),
 )  # fmt: skip
-Answer = Callable[[Any], Any]
 
 
 def otherwise(answer: Any) -> Iterator[Any]:

@@ -45,7 +45,6 @@ NUMBERS = frozenset(
 # Calls of which sizes that grow with the batch are looked at by the shapes of their results.
 VIEWS = frozenset({"aten.reshape.default", "aten.expand.default", "aten.repeat.default"})
 COPIES = frozenset({"aten.expand.default", "aten.repeat.default"})
-JOINS = frozenset({"aten.cat.default", "aten.stack.default"})
 # Calls that see memory, in which a part of a batch lies otherwise than the whole batch.
 STRIDED = frozenset({"aten.as_strided_scatter.default"})
 # Tensors of one number throughout: a part makes its own.

@@ -9,7 +9,6 @@ are wanted back last. Of the last value that is asked for, a part moves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from merakc.analysis.liveness import owners
@@ -87,13 +86,3 @@ def _read_seconds(stage: StageGraphs, place: Place) -> dict[str, float]:
                 found.setdefault(item.target, before_s + first_s)
         before_s += starts_s[""]
     return found
-
-
-def chosen_bytes(stage: StageGraphs, counts: Mapping[str, int]) -> int:
-    """Bytes of so many elements of a forward's outputs."""
-    specs = stage.forward.specs()
-    return sum(
-        counts[o.name] * specs[o.ref].dtype.itemsize
-        for o in stage.forward.outputs
-        if o.name in counts
-    )

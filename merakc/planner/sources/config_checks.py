@@ -115,9 +115,7 @@ def check_model(model: nn.Module) -> None:
 class _Ranges(TorchFunctionMode):
     """Makes short ranges, and what is computed of them, real; all else takes no memory."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _device_constructors() and kwargs.get("device") is None:
             numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))]

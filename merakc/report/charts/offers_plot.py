@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from merakc.report.charts.scaling_plot import COLOUR
@@ -18,7 +17,6 @@ def plot_offers(
     """A panel of bars for each quantity, a bar for each label. The suffix gives the format."""
     height = 1.2 + 0.5 * len(labels)
     figure = Figure(figsize=(3.0 + 2.6 * len(panels), height), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (name, values) in zip(every, panels.items(), strict=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -59,7 +59,10 @@ def plot_timeline(
     ranks = sorted({e.rank for e in drawn})
     end_s = max([*(e.end_s for e in (*drawn, *collectives)), *(e.end_s for e in inside)])
     unit, per_second = _time_unit(end_s)
-    figure, axes = _figure(_WIDTH_INCHES, min(40.0, 1.6 + 0.42 * len(ranks)))
+    size = _WIDTH_INCHES, min(40.0, 1.6 + 0.42 * len(ranks))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_facecolor(_IDLE_COLOUR)
     _draw_boxes(axes, drawn, ranks, per_second, _WIDTH_INCHES * 72 / end_s)
     axes.set(xlim=(0, end_s * per_second), ylim=(len(ranks) - 0.5, -0.5))
@@ -67,18 +70,11 @@ def plot_timeline(
     axes.set(title=title, xlabel=f"time ({unit})", ylabel="rank")
     axes.set_yticks(range(len(ranks)), [str(r) for r in ranks])
     for row, rank in enumerate(ranks):
-        still = [e for e in waits if e.rank == rank]
-        axes.broken_barh(
-            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in still],
-            (row - _BOX_HEIGHT / 2, _BOX_HEIGHT),
-            facecolors=_IDLE_COLOUR,
-        )
+        still = [(e.start_s, e.end_s) for e in waits if e.rank == rank]
+        _bars(axes, still, per_second, (row - _BOX_HEIGHT / 2, _BOX_HEIGHT), _IDLE_COLOUR)
         mine = [e for e in collectives if e.rank == rank]
-        axes.broken_barh(
-            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in mine],
-            (row + _BOX_HEIGHT / 2 - _LANE_HEIGHT, _LANE_HEIGHT),
-            facecolors=[_KINDS[e.kind][1] for e in mine],
-        )
+        spans, lane = [(e.start_s, e.end_s) for e in mine], row + _BOX_HEIGHT / 2 - _LANE_HEIGHT
+        _bars(axes, spans, per_second, (lane, _LANE_HEIGHT), [_KINDS[e.kind][1] for e in mine])
         _draw_inside(axes, [e for e in inside if e.rank == rank], row, per_second)
     more = [_COLLECTIVE, _WAITED] if inside else []
     _add_legend(figure, {e.kind for e in (*drawn, *collectives)}, more)
@@ -93,31 +89,30 @@ def _draw_inside(
         (_COLLECTIVE, [(e.start_s, e.end_s) for e in events]),
         (_WAITED, [(e.wait_start_s, e.wait_end_s) for e in events]),
     ):
-        axes.broken_barh(
-            [(start_s * per_second, (end_s - start_s) * per_second) for start_s, end_s in spans],
-            (row - _BOX_HEIGHT / 2, _LANE_HEIGHT),
-            facecolors=colour,
-        )
+        _bars(axes, spans, per_second, (row - _BOX_HEIGHT / 2, _LANE_HEIGHT), colour)
+
+
+def _bars(
+    axes: Axes, spans: Sequence[tuple[float, float]], per_second: float, at: tuple[float, float],
+    colours: str | Sequence[str], **style: Any,
+) -> None:  # fmt: skip
+    """A bar for each span of seconds, at a place and of a height."""
+    bars = [(start_s * per_second, (end_s - start_s) * per_second) for start_s, end_s in spans]
+    axes.broken_barh(bars, at, facecolors=colours, **style)
 
 
 def _draw_boxes(
-    axes: Axes,
-    events: Sequence[Event],
-    ranks: Sequence[int],
-    per_second: float,
+    axes: Axes, events: Sequence[Event], ranks: Sequence[int], per_second: float,
     points_per_s: float,
-) -> None:
+) -> None:  # fmt: skip
     """A box an event, in its rank's row, in units of which `per_second` make a second."""
     digits = max(1, *(len(_micro_batch(e)) for e in events))
     for row, rank in enumerate(ranks):
         mine = [e for e in events if e.rank == rank]
-        axes.broken_barh(
-            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in mine],
-            (row - _BOX_HEIGHT / 2, _BOX_HEIGHT),
-            facecolors=[_KINDS[e.kind][1] for e in mine],
-            edgecolor="white",
-            linewidths=[min(0.5, (e.end_s - e.start_s) * points_per_s / 10) for e in mine],
-        )
+        spans, colours = [(e.start_s, e.end_s) for e in mine], [_KINDS[e.kind][1] for e in mine]
+        lines = [min(0.5, (end_s - start_s) * points_per_s / 10) for start_s, end_s in spans]
+        at = row - _BOX_HEIGHT / 2, _BOX_HEIGHT
+        _bars(axes, spans, per_second, at, colours, edgecolor="white", linewidths=lines)
         for event in mine:
             box_points = (event.end_s - event.start_s) * points_per_s
             font_points = min(_MAX_FONT_POINTS, box_points / (_DIGIT_WIDTH * digits))
@@ -125,14 +120,6 @@ def _draw_boxes(
                 middle = (event.start_s + event.end_s) / 2 * per_second
                 text = _micro_batch(event)
                 axes.text(middle, row, text, ha="center", va="center", fontsize=font_points)
-
-
-def _figure(width_inches: float, height_inches: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _time_unit(span_s: float) -> tuple[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -25,7 +24,6 @@ def plot_scaling(
     `labels` are written beside the points of the first panel: the degrees of the plans.
     """
     figure = Figure(figsize=(4.2 * len(panels), 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     for k, (name, values) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(1, len(panels), k)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from merakc.ir.program import Event
 from merakc.ir.report import Timeline
-from merakc.report.packing import middle, unpack
+from merakc.report.packing import middle, outside, unpack
 
 # The part of a picture's width that stands for a middle that is left out.
 GAP = 0.04
@@ -54,18 +54,11 @@ def view(timeline: Timeline, per_rank: int, ranks: Sequence[int]) -> View:
     computes = [e for e in moments.events if _is_drawn(e)]
     cut = middle(computes, per_rank * max(len(ranks), 1))
     left_out_s = cut or timeline.left_out_s
-    rows = {rank: _kept([e for e in computes if e.rank == rank], left_out_s) for rank in ranks}
+    rows = {rank: outside([e for e in computes if e.rank == rank], left_out_s) for rank in ranks}
     axis = Axis(moments.step_s, left_out_s)
-    others = (_kept(own, left_out_s) for own in (moments.collectives, moments.waits))
+    others = (outside(own, left_out_s) for own in (moments.collectives, moments.waits))
     return View(axis, rows, *others)
 
 
 def _is_drawn(event: Event) -> bool:
     return not event.kind.is_message and event.end_s > event.start_s
-
-
-def _kept(events: Sequence[Event], left_out_s: tuple[float, float] | None) -> tuple[Event, ...]:
-    if left_out_s is None:
-        return tuple(events)
-    first_s, last_s = left_out_s
-    return tuple(e for e in events if e.end_s <= first_s or e.start_s >= last_s)
