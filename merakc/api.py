@@ -130,8 +130,8 @@ def auto_parallel(
             with weights), what a rank may hold ("40 GiB"), a share of what it holds without (0.5),
             "stage" (whole stages, by the schedule), or "auto" (as needed).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
-        state_shards: "zero-0" to "zero-3", or numbers of shards over dp and cp; `parameters()` are
-            then parts. Chosen if None.
+        state_shards: "zero-0" to "zero-3", or numbers of shards over dp, cp, ep; `parameters()`
+            are then parts. Chosen if None.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
         offload: what lives on the host: "none", "auto" (what does not fit, no more), "optimizer",

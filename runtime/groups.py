@@ -14,6 +14,7 @@ import torch.distributed as dist
 from merakc.analysis.buckets import BUCKET_BYTES
 from merakc.analysis.calls import Way, purpose
 from merakc.errors import MerakError, MismatchError
+from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
 from merakc.ir.state import Role, StateShards
 from merakc.kernels.collectives import scatter_single
@@ -98,15 +99,14 @@ class Groups:
             families.setdefault(rest[name], []).append(rank)
         return self.group(families.values(), purpose)
 
-    @property
-    def of_weights(self) -> dist.ProcessGroup | None:
+    def of_weight(self, layout: Layout) -> dist.ProcessGroup | None:
         """The ranks that have the parts of a split weight between them."""
-        return self.axis("lanes" if self.mesh.experts else "tp")
+        return self.axis("lanes" if self.mesh.is_of_experts(layout) else "tp")
 
     @property
     def weight_rank(self) -> int:
         """Which part of it this rank has."""
-        return self.mesh.weight_rank(self.coordinates[2])
+        return self.coordinates[2] % self.mesh.weight_ranks
 
     def open(self) -> None:
         """Makes the groups of all axes now: to wait for one in a step, where a rank was lost, would
@@ -248,8 +248,8 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) ->
 class ShardGroups:
     """The process groups of one rank's shards, and its place in them. All ranks make it at once."""
 
-    def __init__(self, groups: Groups, shards: StateShards) -> None:
-        mesh = groups.mesh
+    def __init__(self, groups: Groups, shards: StateShards, *, of_experts: bool = False) -> None:
+        self.mesh = mesh = groups.mesh.sharers(of_experts=of_experts)
         shards.check(mesh.state_ranks)
         self.shards, self.groups = shards, groups
         within = mesh.state_rank(groups.rank) % shards.optimizer
@@ -268,7 +268,7 @@ class ShardGroups:
 
     def _make(self, role: Role) -> dist.ProcessGroup | None:
         """The groups of ranks with the same key, among those that share their state."""
-        mesh = self.groups.mesh
+        mesh = self.mesh
         families: dict[tuple[Any, ...], list[int]] = {}
         for rank in range(mesh.world_size):
             key = mesh.sharing(rank), self.shards.key(role, mesh.state_rank(rank))

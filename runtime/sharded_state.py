@@ -57,7 +57,8 @@ class Updates(Protocol):
 
 
 class ShardedState:
-    """The buckets of a rank: `specs`, of `tensors`, over the groups of their shards.
+    """The buckets of a rank: `specs`, of `tensors`, over the groups of their shards, which are
+    others of experts.
 
     What a Program's action says of gathering is given to `follow`. A bucket is reduced when the
     last of its parameters has its gradient. What several stages of the rank share is added up
@@ -69,7 +70,7 @@ class ShardedState:
         self,
         specs: Sequence[BucketSpec],
         tensors: Tensors,
-        groups: Mapping[StateShards, ShardGroups],
+        groups: Mapping[tuple[StateShards, bool], ShardGroups],
         holders: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         precision: Precision | None = None,
         device: torch.device | None = None,
@@ -78,7 +79,7 @@ class ShardedState:
         self.named = {
             spec.name: Bucket(
                 {name: tensors[name] for name in spec.members},
-                groups[spec.shards],
+                groups[spec.shards, spec.of_experts],
                 precision if spec.is_trained else None,
                 device,
                 on_host=spec.on_host,

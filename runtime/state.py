@@ -32,6 +32,10 @@ class Placement:
     is_parameter: bool
     requires_grad: bool
 
+    def sharers(self, mesh: Mesh) -> Mesh:
+        """The grid as it sees it, with as many ranks of tp as it has parts."""
+        return mesh.sharers(of_experts=mesh.is_of_experts(self.layout))
+
     @property
     def owner(self) -> int:
         """The rank whose copy counts where one is needed: once in a norm, for the whole model."""
@@ -66,7 +70,8 @@ def joined(
     groups: Groups,
 ) -> torch.Tensor:
     """A tensor that this pipeline rank holds, whole, on each of its lanes. Collective."""
-    own, layout, group = local[name], placements[name].layout, groups.of_weights
+    own, layout = local[name], placements[name].layout
+    group = groups.of_weight(layout)
     if group is None or not layout.is_split:
         return own
     parts: list[torch.Tensor] = []
@@ -107,10 +112,11 @@ def gather_full(
     for names, pieces in zip(own, every, strict=True):
         parts = pieces.make()
         for name in names:
-            is_holder = placements[name].layout.holder(lane) == lane
+            place = placements[name]
+            sharers = place.sharers(mesh)
             if rank == 0:
-                found[name] = _received(name, 0, parts[name], placements[name], mesh)
-            elif mesh.state_rank(rank) == 0 and is_holder:
+                found[name] = _received(name, 0, parts[name], place, mesh)
+            elif sharers.state_rank(rank) == 0 and place.layout.holder(lane) == lane:
                 dist.send(parts[name].detach().cpu().contiguous(), 0, all_ranks())
         del parts
     if rank == 0:
@@ -125,11 +131,12 @@ def _received(
 ) -> torch.Tensor:
     """A whole tensor on rank 0, memory of its own, from the lanes of its owner."""
     parts = [] if own is None else [own.detach().cpu()]
-    for t in range(len(parts), mesh.weight_ranks if place.layout.is_split else 1):
+    ranks = place.sharers(mesh).tp
+    for t in range(len(parts), ranks if place.layout.is_split else 1):
         if place.layout.holder(t) < t:
             parts.append(parts[place.layout.holder(t)])
             continue
-        part = torch.empty(place.layout.local_shape(mesh.weight_ranks, t), dtype=place.dtype)
+        part = torch.empty(place.layout.local_shape(ranks, t), dtype=place.dtype)
         dist.recv(part, mesh.rank(0, pipeline_rank, t), all_ranks())
         parts.append(part)
     joined = place.layout.join(parts)

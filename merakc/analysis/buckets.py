@@ -32,7 +32,8 @@ class Held:
     """A parameter that a rank holds, in the dtype in which it is kept.
 
     `stages` are all that have it, of other ranks too; where several are this rank's, it is shared.
-    What is `on_host` is updated there; what is `fetched` is kept there, too.
+    What is `on_host` is updated there; what is `fetched` is kept there, too. Those `of_experts` are
+    of the rank's own experts.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Held:
     is_used: bool = True
     on_host: bool = False
     fetched: bool = False
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,10 @@ class BucketSpec:
     """Parameters of the same stages that are gathered and reduced together.
 
     `name` says the stages and the bucket's number: `2:0` is the first of stage 2, `0+3:0` the first
-    of what stages 0 and 3 have, the same on the ranks of both. The gradients of shared ones are
-    first added up over the stages of this rank. Those `on_host` are updated there; those that are
-    `fetched` are kept there, and come to the device when they are read.
+    of what stages 0 and 3 have, the same on the ranks of both. `2:experts:0` is the first of what
+    ranks have of stage 2's experts, which may be less on some than on others. The gradients of
+    shared ones are first added up over the stages of this rank. Those `on_host` are updated there;
+    those that are `fetched` are kept there, and come to the device when they are read.
     """
 
     name: str
@@ -66,6 +69,7 @@ class BucketSpec:
     is_shared: bool
     on_host: bool = False
     fetched: bool = False
+    of_experts: bool = False
 
     @property
     def is_gathered(self) -> bool:
@@ -89,39 +93,48 @@ def plan_buckets(
     held: Iterable[Held],
     shards: Callable[[int], StateShards],
     bucket_bytes: int = BUCKET_BYTES,
+    *,
+    dp: int = 1,
 ) -> tuple[BucketSpec, ...]:
     """The buckets of a rank, from its parameters in the order of first use.
 
-    `shards` gives those of a stage; of several, the first one's count. A bucket of several holds
+    `shards` gives those of a stage; of several, the first one's count; experts' have as many as
+    `dp` ranks can share. A bucket of several holds
     `bucket_bytes` at most, times their `bucket_scale`, and less where that would make fewer than
     `LEAST_BUCKETS`. Frozen parameters that are neither sharded nor fetched are in none. A bucket
-    holds parameters of the same stages, trained or frozen, updated or kept on the host or not;
-    unused ones come last, so that the names of the others follow from the graphs alone.
+    holds parameters of the same stages, of experts or not, trained or frozen, updated or kept on
+    the host or not; unused ones come last, so that the names of the others follow from the graphs
+    alone.
     """
-    parts: dict[tuple[tuple[int, ...], bool, bool, bool, bool], list[Held]] = {}
+
+    def own_shards(item: Held) -> StateShards:
+        given = shards(item.stages[0])
+        return given.within(dp) if item.of_experts else given
+
+    parts: dict[tuple[tuple[int, ...], *tuple[bool, ...]], list[Held]] = {}
     for item in held:
-        if item.is_trained or item.fetched or shards(item.stages[0]).parameters > 1:
-            key = item.stages, not item.is_used, not item.is_trained, item.on_host, item.fetched
-            parts.setdefault(key, []).append(item)
+        if item.is_trained or item.fetched or own_shards(item).parameters > 1:
+            kinds = not item.is_used, not item.is_trained, item.on_host, item.fetched
+            parts.setdefault((item.stages, item.of_experts, *kinds), []).append(item)
     found: list[BucketSpec] = []
-    numbers: Counter[tuple[int, ...]] = Counter()
-    for (stages, _, is_frozen, on_host, fetched), part in sorted(parts.items(), key=lambda p: p[0]):
+    numbers: Counter[str] = Counter()
+    for (stages, *_), part in sorted(parts.items(), key=lambda p: p[0]):
         numel = {h.name: h.numel for h in part}
         dtype = {h.name: h.dtype for h in part}
         sizes = [(h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part]
         share = max(LEAST_BYTES, sum(size for *_, size in sizes) // LEAST_BUCKETS)
-        most = bucket_bytes * shards(stages[0]).bucket_scale
-        for names in bucket_names(sizes, min(most, share)):
-            number = numbers[stages]
-            numbers[stages] += 1
+        one, own = part[0], own_shards(part[0])
+        whose = "+".join(map(str, stages)) + ":experts" * one.of_experts
+        for names in bucket_names(sizes, min(bucket_bytes * own.bucket_scale, share)):
             found.append(
                 BucketSpec(
-                    f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype=dtype[names[0]],
-                    numel=sum(numel[n] for n in names), shards=shards(stages[0]),
-                    is_trained=not is_frozen,
-                    is_shared=part[0].is_shared, on_host=on_host, fetched=fetched,
+                    f"{whose}:{numbers[whose]}", stages, names, dtype=dtype[names[0]],
+                    numel=sum(numel[n] for n in names), shards=own,
+                    is_trained=one.is_trained, is_shared=one.is_shared,
+                    on_host=one.on_host, fetched=one.fetched, of_experts=one.of_experts,
                 )
             )  # fmt: skip
+            numbers[whose] += 1
     return tuple(found)
 
 

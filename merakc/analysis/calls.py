@@ -158,8 +158,6 @@ class _Walk:
         self.program, self.wiring = program, wiring
         self.mesh = wiring.mesh
         self.place = self.mesh.coordinates(program.rank)
-        self.sharing = self.mesh.sharing(program.rank)  # its state
-        self.state_rank = self.mesh.state_rank(program.rank)
         self.specs = {b.name: b for b in wiring.buckets.get(self.place[1], ())}
         self.received: dict[int, Call] = {}
         self.sent: list[Call] = []
@@ -276,10 +274,12 @@ class _Walk:
         self, action: Action, one: Collective, roles: Iterable[Role], stream: Stream
     ) -> Iterator[Call]:
         """The calls of one collective over dp, in their order, of groups with several ranks."""
-        shards = self.specs[one.bucket].shards
+        spec = self.specs[one.bucket]
+        mesh = self.mesh.sharers(of_experts=spec.of_experts)
+        sharing, place = mesh.sharing(self.program.rank), mesh.state_rank(self.program.rank)
         for role in roles:
-            same = _alike(shards, role, self.state_rank, len(self.sharing))
-            ranks = tuple(sorted(self.sharing[p] for p in same))
+            same = _alike(spec.shards, role, place, len(sharing))
+            ranks = tuple(sorted(sharing[p] for p in same))
             if len(ranks) > 1:
                 of = Communicator(COLLECTIVES, ranks)
                 yield Call(of, ranks, f"{one.kind} {one.bucket} ({role})", str(action), stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,15 @@ def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
     """The ranks of a mesh that share their state, on a cluster: one node where it says nothing of
     nodes.
     """
-    return DpGroup(mesh.state_ranks, mesh_fabric(mesh, cluster), stride=mesh.state_stride)
+    return state_group(mesh, mesh_fabric(mesh, cluster))
+
+
+def state_group(mesh: Mesh, fabric: Fabric, overlap: float = 1.0) -> DpGroup:
+    """The same, and those that share the state of experts, by what links them."""
+    alone = mesh.sharers(of_experts=True)
+    experts = DpGroup(alone.state_ranks, fabric, alone.state_stride, overlap)
+    every = DpGroup(mesh.state_ranks, fabric, mesh.state_stride, overlap)
+    return replace(every, experts=experts) if mesh.experts else every
 
 
 def mesh_fabric(mesh: Mesh, cluster: Cluster) -> Fabric:
@@ -46,7 +55,8 @@ def bucket_seconds(
         if spec.shards.optimizer == 1:
             gradient = torch.promote_types(gradient, torch.float32)
         sizes = Precision(computed.itemsize, gradient.itemsize, 0)
-        seconds = collective_seconds(spec.numel, spec.shards, group, sizes)
+        _, ranks = group.of(spec.shards, of_experts=spec.of_experts)
+        seconds = collective_seconds(spec.numel, spec.shards, ranks, sizes)
         found |= {(spec.name, kind): value for kind, value in seconds.items()}
         if spec.fetched and host is not None:
             own_bytes = computed.itemsize * spec.numel / spec.shards.parameters

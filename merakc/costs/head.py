@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from merakc.costs.buckets import dp_group
+from merakc.costs.buckets import mesh_fabric
 from merakc.costs.device import place_on
 from merakc.costs.fabric import all_gather_seconds, axis_group
 from merakc.costs.nodes import graph_seconds
@@ -80,9 +80,9 @@ def gathered_bytes(head: Head, dp: int) -> int:
 
 def gather_seconds(head: Head, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of bringing the waist of all dp ranks to each: one all-gather."""
-    ranks = dp_group(mesh, cluster)
-    group = axis_group(ranks.dp, ranks.stride, ranks.fabric)
-    return all_gather_seconds(gathered_bytes(head, mesh.dp), group, ranks.fabric)
+    fabric = mesh_fabric(mesh, cluster)
+    group = axis_group(mesh.dp, mesh.dp_stride, fabric)
+    return all_gather_seconds(gathered_bytes(head, mesh.dp), group, fabric)
 
 
 def with_head(

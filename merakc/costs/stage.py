@@ -18,7 +18,7 @@ from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.ir.state import UNSHARDED, StateShards
 
-NONE_TIED: Mapping[str, StateShards] = MappingProxyType({})
+NO_OTHERS: Mapping[str, StateShards] = MappingProxyType({})
 _F, _B, _I, _W, _R = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
@@ -33,7 +33,7 @@ def stage_cost(
     place: Place,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
-    tied: Mapping[str, StateShards] = NONE_TIED,
+    others: Mapping[str, StateShards] = NO_OTHERS,
     *,
     on_host: OnHost = NOWHERE,
     fused: bool = False,
@@ -41,7 +41,7 @@ def stage_cost(
 ) -> StageCost:
     """The cost of a stage from its own graphs; of pieces that were not made, nothing.
 
-    The parameters of `tied` are sharded as another stage has them.
+    The parameters of `others` are in other shards: as another stage has them, or of experts.
     `fused` calls add no gradients to those that are there. Of parameters `in_buckets` these are
     added to their bucket, which is among the static bytes, as soon as they are made.
     """
@@ -73,8 +73,8 @@ def stage_cost(
         checkpoint_peak_bytes=again[0].peak_bytes if again else 0,
         recompute_peak_bytes=again[1].peak_bytes if again else 0,
         weight_peak_bytes=split[2].peak_bytes if split else 0,
-        static_bytes=static_bytes(chunk.forward, shards, precision, tied, on_host),
-        reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied, on_host),
+        static_bytes=static_bytes(chunk.forward, shards, precision, others, on_host),
+        reduced_bytes=reduced_bytes(chunk.forward, shards, precision, others, on_host),
         waist_bytes=sum(m.size_bytes for m in forward.waist - forward.held),
         host_bytes=forward.host_bytes,
         deferred_host_bytes=split[1].host_bytes if split else 0,
@@ -107,16 +107,18 @@ def faster(cost: StageCost, share: float) -> StageCost:
 
 
 def with_state(
-    cost: StageCost, graph: Graph, shards: StateShards, precision: Precision | None = None,
+    cost: StageCost,
+    graph: Graph,
+    shards: StateShards,
+    precision: Precision | None = None,
+    others: Mapping[str, StateShards] = NO_OTHERS,
     on_host: OnHost = NOWHERE,
-) -> StageCost:  # fmt: skip
+) -> StageCost:
     """The cost of a stage with its state in these shards, and some of it on the host."""
     return replace(
         cost,
-        static_bytes=static_bytes(
-            graph, shards, precision, on_host=on_host, read_bytes=cost.read_bytes
-        ),
-        reduced_bytes=reduced_bytes(graph, shards, precision, on_host=on_host),
+        static_bytes=static_bytes(graph, shards, precision, others, on_host, cost.read_bytes),
+        reduced_bytes=reduced_bytes(graph, shards, precision, others, on_host),
     )
 
 
@@ -130,7 +132,7 @@ def static_bytes(
     graph: Graph,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
-    tied: Mapping[str, StateShards] = NONE_TIED,
+    others: Mapping[str, StateShards] = NO_OTHERS,
     on_host: OnHost = NOWHERE,
     read_bytes: int = 0,
 ) -> int:
@@ -140,25 +142,25 @@ def static_bytes(
     micro-batches run: `reduced_bytes` is what they take more in the end, or less. A graph has
     `read_bytes` of parameters in use at once.
     """
-    others = sum(
+    whole_bytes = sum(
         i.spec.size_bytes
         for i in graph.inputs
         if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards, on_host)
     )
-    state = _state(graph, shards, precision, tied, on_host, read_bytes)
+    state = _state(graph, shards, precision, others, on_host, read_bytes)
     held = state.kept_bytes + state.gathered_bytes
-    return others + held + state.summed_bytes + state.filling_bytes
+    return whole_bytes + held + state.summed_bytes + state.filling_bytes
 
 
 def reduced_bytes(
     graph: Graph,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
-    tied: Mapping[str, StateShards] = NONE_TIED,
+    others: Mapping[str, StateShards] = NO_OTHERS,
     on_host: OnHost = NOWHERE,
 ) -> int:
     """What the reduced gradients take more than those of the micro-batches."""
-    state = _state(graph, shards, precision, tied, on_host)
+    state = _state(graph, shards, precision, others, on_host)
     return state.reduced_bytes - state.summed_bytes - state.filling_bytes
 
 
@@ -166,13 +168,13 @@ def _state(
     graph: Graph,
     shards: StateShards,
     precision: Precision | None,
-    tied: Mapping[str, StateShards],
+    others: Mapping[str, StateShards],
     on_host: OnHost,
     read_bytes: int = 0,
 ) -> StateBytes:
     """What buckets of the stage's parameters hold; told once of each way to shard them."""
-    if tied or on_host or read_bytes:
-        return graph_state_bytes(graph, shards, precision, tied, on_host, read_bytes)
+    if others or on_host or read_bytes:
+        return graph_state_bytes(graph, shards, precision, others, on_host, read_bytes)
     return graph.told(graph_state_bytes, shards, precision)
 
 

@@ -152,20 +152,31 @@ def stage_costs(
     return tuple(found)
 
 
-def stage_parameters(pieces: Sequence[Piece]) -> int:
-    """Trained elements of pieces, those of a shared parameter once."""
-    names: dict[str, int] = {}
-    for piece in {id(p): p for p in pieces}.values():
-        names |= piece.parameters
+def stage_parameters(pieces: Sequence[Piece], *, of_experts: bool | None = None) -> int:
+    """Trained elements of pieces, those of a shared parameter once; if it is said, of experts alone
+    or of others.
+    """
+    unique, names = {id(p): p for p in pieces}, dict[str, int]()
+    own = {
+        key: {m: n for m, n in p.parameters.items() if of_experts in (None, m in p.experts)}
+        for key, p in unique.items()
+    }
+    for parameters in own.values():
+        names |= parameters
     repeats = Counter(map(id, pieces))
-    again = {id(p): sum(n for m, n in p.parameters.items() if m not in p.shared) for p in pieces}
+    again = {k: sum(n for m, n in own[k].items() if m not in p.shared) for k, p in unique.items()}
     return sum(names.values()) + sum((n - 1) * again[key] for key, n in repeats.items())
 
 
 def layers_of(pieces: Sequence[Piece], costs: Sequence[PieceCost]) -> list[Layer]:
-    """The pieces of a rank, each with all its parameters."""
-    pairs = zip(pieces, costs, strict=True)
-    return [Layer(piece.parameter_count, cost.forward_s, cost.backward_s) for piece, cost in pairs]
+    """The pieces of a rank, each with all its parameters, those of its experts first."""
+    found = []
+    for piece, cost in zip(pieces, costs, strict=True):
+        own = sum(piece.parameters[name] for name in piece.experts)
+        if own:
+            found.append(Layer(own, 0.0, 0.0, of_experts=True))
+        found.append(Layer(piece.parameter_count - own, cost.forward_s, cost.backward_s))
+    return found
 
 
 def parameter_layers(pieces: Sequence[Piece], costs: Sequence[PieceCost]) -> list[Layer]:
@@ -176,12 +187,12 @@ def parameter_layers(pieces: Sequence[Piece], costs: Sequence[PieceCost]) -> lis
     holder: dict[str, int] = {}
     for piece, cost in zip(pieces, costs, strict=True):
         # Equal blocks may be one value with the names of the first.
-        own = [n for name, n in piece.parameters.items()
-               if holder.setdefault(name, id(piece)) == id(piece)] or [0]  # fmt: skip
-        total = sum(own) or 1
-        shares = [n / total for n in own] if any(own) else [1.0]
-        found += [Layer(n, s * cost.forward_s, s * cost.backward_s)
-                  for n, s in zip(own, shares, strict=True)]  # fmt: skip
+        own = [(n, name in piece.experts) for name, n in piece.parameters.items()
+               if holder.setdefault(name, id(piece)) == id(piece)] or [(0, False)]  # fmt: skip
+        total = sum(n for n, _ in own)
+        shares = [n / total for n, _ in own] if total else [1.0] + [0.0] * (len(own) - 1)
+        found += [Layer(n, s * cost.forward_s, s * cost.backward_s, of_experts)
+                  for (n, of_experts), s in zip(own, shares, strict=True)]  # fmt: skip
     return found
 
 

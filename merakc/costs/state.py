@@ -51,6 +51,7 @@ class Layer:
     parameters: int
     forward_s: float
     backward_s: float
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,21 @@ class DpGroup:
     """The ranks over which the state is sharded, `stride` apart, and what links them.
 
     While a rank computes, its communication runs at the share `overlap` of its speed: collectives
-    and kernels compete for multiprocessors and memory.
+    and kernels compete for multiprocessors and memory. The state of `experts` is sharded over fewer
+    ranks, if these are given.
     """
 
     dp: int
     fabric: Fabric
     stride: int = 1
     overlap: float = 1.0
+    experts: DpGroup | None = None
+
+    def of(self, shards: StateShards, *, of_experts: bool) -> tuple[StateShards, DpGroup]:
+        """The shards and the ranks of a part of the state."""
+        if not of_experts or self.experts is None:
+            return shards, self
+        return shards.within(self.experts.dp), self.experts
 
 
 def state_bytes(parameters: int, shards: StateShards, precision: Precision = MIXED) -> int:
@@ -143,8 +152,13 @@ class _Walk:
         cls, layers: Sequence[Layer], shards: StateShards, group: DpGroup, precision: Precision
     ) -> _Walk:
         """The walk of a rank with these layers, which begins with gathering the first."""
-        counts = [layer.parameters for layer in layers]
-        known = {n: collective_seconds(n, shards, group, precision) for n in set(counts)}
+        counts = [(layer.parameters, layer.of_experts) for layer in layers]
+        known = {
+            (n, of_experts): collective_seconds(
+                n, *group.of(shards, of_experts=of_experts), precision
+            )
+            for n, of_experts in set(counts)
+        }
         gather_s, refresh_s, scatter_s, reduce_s = (
             [known[n][kind] for n in counts]
             for kind in (
@@ -257,17 +271,22 @@ def collective_seconds(
 
 def in_buckets(layers: Sequence[Layer], kept_bytes: int, scale: int = 1) -> list[Layer]:
     """The layers of which parameters travel together, as `plan_buckets` joins tensors: `layers`
-    are one each, of `kept_bytes` an element where it is updated; in buckets `scale` times as large.
+    are one each, of `kept_bytes` an element where it is updated; in buckets `scale` times as large,
+    of experts or of others. Each has the seconds since the one before it.
     """
-    total = sum(layer.parameters for layer in layers)
-    share = max(LEAST_BYTES, kept_bytes * total // LEAST_BUCKETS)
-    most = min(BUCKET_BYTES * scale, share)
+    kinds = (False, True)
+    total = {k: sum(own.parameters for own in layers if own.of_experts is k) for k in kinds}
+    shares = {k: max(LEAST_BYTES, kept_bytes * n // LEAST_BUCKETS) for k, n in total.items()}
     found: list[Layer] = []
-    parameters, forward_s, backward_s = 0, 0.0, 0.0
+    parameters, forward_s, backward_s = dict.fromkeys(kinds, 0), 0.0, 0.0
     for layer in layers:
-        if parameters and kept_bytes * (parameters + layer.parameters) > most:
-            found.append(Layer(parameters, forward_s, backward_s))
-            parameters, forward_s, backward_s = 0, 0.0, 0.0
-        parameters += layer.parameters
+        kind = layer.of_experts
+        most = min(BUCKET_BYTES * scale, shares[kind])
+        if parameters[kind] and kept_bytes * (parameters[kind] + layer.parameters) > most:
+            found.append(Layer(parameters[kind], forward_s, backward_s, kind))
+            parameters[kind], forward_s, backward_s = 0, 0.0, 0.0
+        parameters[kind] += layer.parameters
         forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
-    return [*found, Layer(parameters, forward_s, backward_s)]
+    if parameters[True]:
+        found.append(Layer(parameters[True], 0.0, 0.0, of_experts=True))
+    return [*found, Layer(parameters[False], forward_s, backward_s)]

@@ -40,7 +40,7 @@ def lower_strategy(plan: Plan, ranks: int) -> Strategy:
         )  # fmt: skip
         while mesh.world_size > ranks:
             mesh = _fewer(mesh)
-        shards = {n: min(level, mesh.dp) for n, level in levels.items()}
+        shards = {n: min(level, mesh.state_ranks) for n, level in levels.items()}
     micro_batches, chunks = plan.micro_batches, plan.chunks
     if not plan.order:
         enough = MICRO_BATCHES * mesh.pp

@@ -131,6 +131,12 @@ class Layout:
             return rank
         return sum(axis.at(rank) * axis.apart for axis in axes if axis)
 
+    def is_apart(self, axis: Axis) -> bool:
+        """Whether ranks along an axis have parts of their own: if it is split along it, or over all
+        ranks.
+        """
+        return not self.axes.isdisjoint((None, axis))
+
     def copies(self, ranks: int) -> int:
         """How many of so many ranks have the same part."""
         axes = self.axes

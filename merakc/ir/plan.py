@@ -148,6 +148,11 @@ class Plan(Strategy):
             return {}
         return self._splits(None if self.tp == 1 else Axis(self.cp, self.tp))
 
+    @property
+    def of_experts(self) -> frozenset[str]:
+        """The parameters of which ranks of experts have parts of their own."""
+        return frozenset(self.expert_splits)
+
     def _splits(self, axis: Axis | None) -> dict[str, Layout]:
         """The layouts over one axis; without one, as the plan has them."""
         every = {name: parse_layout(text) for name, text in self.splits.items()}
@@ -159,12 +164,15 @@ class Plan(Strategy):
         """The pipeline rank of each stage."""
         return self.placement or tuple(range(self.pp))
 
-    def tied_shards(self, stage: int) -> dict[str, StateShards]:
-        """How the parameters are sharded that a stage shares with one before it: as there."""
+    def other_shards(self, stage: int) -> dict[str, StateShards]:
+        """How the parameters of a stage are sharded that are not as its others: of those that it
+        shares with one before it as there, of experts over fewer ranks.
+        """
+        experts = self.of_experts
         return {
-            name: self.shards(stages[0])
+            name: self.shards(stages[0]).within(self.dp if name in experts else self.state_ranks)
             for name, stages in self.parameters.items()
-            if stage in stages and stages[0] != stage
+            if stage in stages and (stages[0] != stage or name in experts)
         }
 
     @property

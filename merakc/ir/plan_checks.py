@@ -197,9 +197,8 @@ def _lengths(plan: Values, stages: int) -> Iterator[str]:
 
 def _per_stage(plan: Values) -> Iterator[str]:
     """What the entries for stages may be."""
-    ranks, over = plan["dp"], f"dp={plan['dp']}"
-    if plan["cp"] > 1 and not plan["expert_parallel"]:
-        ranks, over = ranks * plan["cp"], f"{over} x cp={plan['cp']}"
+    ranks, over = plan["dp"] * plan["cp"], f"dp={plan['dp']}"
+    over += f" x cp={plan['cp']}" if plan["cp"] > 1 else ""
     for stage, shards in enumerate(plan["state_shards"]):
         if plan["host_parameters"] and shards["optimizer"] != shards["parameters"]:
             yield "host_parameters is given; a rank must then update what it keeps of parameters"

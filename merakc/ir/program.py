@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Literal
 
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind
+from merakc.ir.layout import Axis, Layout
 
 # The axis whose neighbours are closer, after those of tp.
 Inner = Literal["pp", "dp"]
@@ -95,9 +96,9 @@ class Mesh(Degrees):
     """The ranks as a grid. tp varies fastest, then cp, then the `inner` of the two other axes.
 
     tp and cp together are a micro-batch's lanes: the lane of a rank is its tp coordinate, and `tp`
-    times its cp coordinate. Ranks of cp share the state of a stage as dp ranks do; with `experts`
-    they have parts of weights instead: every lane then counts as a rank that may have a part of its
-    own (`merakc.ir.layout`).
+    times its cp coordinate. Ranks of cp share the state of a stage as dp ranks do. With `experts`
+    they have parts of the weights of experts instead, whose state dp ranks share alone: in layouts
+    every lane then counts as a rank that may have a part of its own (`merakc.ir.layout`).
     """
 
     experts: bool = False
@@ -116,37 +117,44 @@ class Mesh(Degrees):
         """Over how many lanes weights are split, where they are."""
         return self.lanes if self.experts else self.tp
 
-    def weight_rank(self, lane: int) -> int:
-        """Which part of a split weight a lane has."""
-        return lane % self.weight_ranks
+    def is_of_experts(self, layout: Layout) -> bool:
+        """Whether a weight is split over ranks of experts, which then have parts of their own."""
+        return self.experts and layout.is_apart(Axis(self.cp, self.tp))
 
-    @property
-    def replicas(self) -> int:
-        """How many lanes have the same parts of weights, and share their state with those of dp."""
-        return self.lanes // self.weight_ranks
+    def sharers(self, *, of_experts: bool) -> Mesh:
+        """The grid as a weight sees it whose state is shared: of experts, every lane is one of
+        tp's; of others, those of cp are as without experts.
+        """
+        if not self.experts:
+            return self
+        if of_experts:
+            return replace(self, tp=self.lanes, cp=1, experts=False)
+        return replace(self, experts=False)
 
     @property
     def state_ranks(self) -> int:
-        """Over how many ranks parameters, gradients and optimizer state may be sharded."""
-        return self.dp * self.replicas
+        """Over how many ranks parameters, gradients and optimizer state may be sharded: of experts,
+        fewer (`sharers`).
+        """
+        return self.dp * self.cp
 
     def state_rank(self, rank: int) -> int:
         """The place of a global rank among those that share its state, in the order of ranks."""
         dp, _, lane = self.coordinates(rank)
-        return dp * self.replicas + lane // self.weight_ranks
+        return dp * self.cp + lane // self.tp
 
     def sharing(self, rank: int) -> tuple[int, ...]:
         """The global ranks that share the state of one of them, in the order of their places."""
         _, pp, own = self.coordinates(rank)
-        lanes = range(self.weight_rank(own), self.lanes, self.weight_ranks)
+        lanes = range(own % self.tp, self.lanes, self.tp)
         return tuple(self.rank(dp, pp, lane) for dp in range(self.dp) for lane in lanes)
 
     @property
     def state_stride(self) -> int:
         """How far apart neighbours of them are, on average."""
-        if self.replicas == 1:
+        if self.cp == 1:
             return self.dp_stride
-        return self.dp_stride // self.replicas if self.dp > 1 else self.tp
+        return self.dp_stride // self.cp if self.dp > 1 else self.tp
 
     @property
     def dp_stride(self) -> int:

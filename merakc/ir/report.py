@@ -197,7 +197,7 @@ class AxisTraffic:
     which it waits for `exposed_s`.
     """
 
-    axis: Literal["tp", "cp", "ep", "cp x tp", "ep x tp", "pp", "dp", "dp x cp", "host"]
+    axis: Literal["tp", "cp", "ep", "cp x tp", "ep x tp", "pp", "dp", "dp x cp", "dp x ep", "host"]
     ranks: int
     what: str
     rank: int

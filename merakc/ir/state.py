@@ -1,9 +1,10 @@
-"""How a stage's parameters, gradients and optimizer state are sharded over dp, and over cp."""
+"""How a stage's parameters, gradients and optimizer state are sharded over dp, and cp or ep."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from merakc.errors import ConfigError
@@ -68,6 +69,14 @@ class StateShards:
         """The three numbers."""
         return self.parameters, self.gradients, self.optimizer
 
+    def within(self, ranks: int) -> StateShards:
+        """As many of each as fewer `ranks` can share: those of experts, which dp ranks share alone.
+
+        Of a number of shards, the greatest divisor that divides the ranks too.
+        """
+        parameters, gradients, optimizer = (math.gcd(n, ranks) for n in self.counts)
+        return replace(self, parameters=parameters, gradients=gradients, optimizer=optimizer)
+
     def key(self, role: Role, place: int) -> tuple[int, ...]:
         """What ranks of one process group have in common; `place` is a rank's among all."""
         match role:
@@ -96,7 +105,8 @@ class StateShards:
         if ranks % self.optimizer:
             raise ConfigError(
                 f"{self} shards of parameters, gradients and optimizer state: {self.optimizer} "
-                f"must divide the {count_of(ranks, 'rank')} that share the state (dp, times cp)"
+                f"must divide the {count_of(ranks, 'rank')} that share the state (dp, times cp or "
+                "ep)"
             )
 
 

@@ -61,9 +61,10 @@ class Strategy(Degrees):
     ep; `expert_load` is the share of the tokens that each expert gets, as seconds and memory are
     predicted, and without it all get as many. `recompute` says what a backward computes
     again. `state_shards` are those of parameters, gradients and optimizer state over dp, and over
-    cp, stage by stage; empty, none is sharded. Without a `precision` the model computes in its own
-    dtypes. `offload` names the kinds of tensors (`merakc.ir.offload`) of which some live on the
-    host.
+    cp or ep, stage by stage; empty, none is sharded. Of experts, which dp ranks share alone, there
+    are as many as these can share (`StateShards.within`). Without a `precision` the model computes
+    in its own dtypes. `offload` names the kinds of tensors (`merakc.ir.offload`) of which some live
+    on the host.
     """
 
     batch_size: int = 0
@@ -86,7 +87,7 @@ class Strategy(Degrees):
 
     @property
     def state_ranks(self) -> int:
-        """Over how many ranks the state of a stage may be sharded: those of dp, and of cp."""
+        """Over how many ranks the state of a stage may be sharded: those of dp, and of cp or ep."""
         return self.mesh.state_ranks
 
     @property

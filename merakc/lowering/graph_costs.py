@@ -41,7 +41,7 @@ def graph_costs(lowered: Lowered, places: Sequence[Place]) -> list[StageCost]:
             cost = like.told(_cost, _pieces_of(plan, stage), place, plan.has_buckets)
         if plan.recompute in IN_BACKWARD and plan.has_collectives:
             cost = replace(cost, read_bytes=like.told(_read_bytes, _pieces_of(plan, stage)))
-        state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.on_host
+        state = plan.shards(stage), plan.precision, plan.other_shards(stage), plan.on_host
         found.append(
             replace(
                 cost,

@@ -111,6 +111,8 @@ class _Trial:
         self.cluster, self.memory_bytes = cluster, rank_memory_bytes(cluster, plan.mesh)
         self.touches = {s: graph.told(rough_touches) for s, graph in enumerate(local)}
         self.costs = planned_costs(lowered, cluster)
+        experts = plan.of_experts
+        self.experts = [experts.intersection(i.target for i in graph.inputs) for graph in local]
         self.steps = Steps(lowered)
         self.counts = [_computes(program) for program in self.steps.whole]
         _, simulation = try_out(lowered, cluster, self.costs, steps=self.steps, over_dp=False)
@@ -135,8 +137,14 @@ class _Trial:
         plan = tried.plan
         stages = zip(self.costs, tried.stages.local, plan.state_shards, strict=True)
         return tuple(
-            with_state(c, graph, own, plan.precision, plan.on_host) for c, graph, own in stages
+            with_state(c, graph, own, plan.precision, self._others(plan, stage), plan.on_host)
+            for stage, (c, graph, own) in enumerate(stages)
         )
+
+    def _others(self, plan: Plan, stage: int) -> Mapping[str, StateShards]:
+        """How experts are sharded."""
+        own = plan.shards(stage).within(plan.dp)
+        return dict.fromkeys(self.experts[stage], own)
 
     def run(self, tried: Lowered, scale: int) -> tuple[float, list[_Waits]]:
         """Seconds of the step, and what each rank compares a way by."""

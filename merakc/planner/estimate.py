@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
+from merakc.costs.buckets import state_group
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.pipeline_links import crossing
@@ -20,7 +21,6 @@ from merakc.costs.stages import (
 )
 from merakc.costs.state import (
     STEADY,
-    DpGroup,
     exposed_seconds,
 )
 from merakc.costs.work import keep
@@ -218,8 +218,8 @@ def state_seconds(job: Job, shards: StateShards) -> tuple[float, float]:
     """
     precision = job.framework.precision
     optimizer_s = max(
-        optimizer_seconds(-(-count // shards.optimizer), precision, place)
-        for count, place in zip(job.rank_parameters, job.places, strict=True)
+        optimizer_seconds(count, precision, place)
+        for count, place in zip(job.owned(shards), job.places, strict=True)
     )
     over_dp_s = _dp_seconds(job, shards) if job.strategy.state_ranks > 1 else 0.0
     return over_dp_s + _tied_seconds(job), optimizer_s
@@ -233,8 +233,7 @@ def _dp_seconds(job: Job, shards: StateShards) -> float:
         layers = job.layers_in_buckets(shards)
         if shards.optimizer == 1:  # what is reduced whole travels in float32, or wider
             precision = replace(precision, gradient_bytes=max(4, precision.gradient_bytes))
-    mesh, fabric = strategy.mesh, job.links.fabric
-    group = DpGroup(mesh.state_ranks, fabric, mesh.state_stride, framework.overlap)
+    group = state_group(strategy.mesh, job.links.fabric, framework.overlap)
     return exposed_seconds(layers, strategy.micro_batches, shards, group, precision)
 
 

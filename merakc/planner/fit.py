@@ -143,10 +143,10 @@ def _may_move(request: Request, hardware: Hardware) -> Iterator[tuple[str, ...]]
 def _stays_bytes(job: Job, way: StateShards, hardware: Hardware, fetches: bool) -> int:
     """What a rank's host has no room for of its state, and of its parameters where it `fetches`."""
     assert hardware.host is not None
-    precision, count = job.framework.precision, max(job.rank_parameters)
-    moved = host_bytes(-(-count // way.optimizer), precision)
-    if fetches:
-        moved += -(-count // way.parameters) * precision.parameter_bytes
+    precision, owned = job.framework.precision, max(job.owned(way))
+    moved = host_bytes(owned, precision)
+    if fetches:  # what it updates
+        moved += owned * precision.parameter_bytes
     return max(moved - hardware.host.memory_bytes, 0)
 
 

@@ -69,10 +69,10 @@ def fetched(found: Iterable[Priced], job: Job, host: Host) -> Iterator[Priced]:
     """What was priced without parameters on the devices, of ranks that update what they keep: it
     comes in each forward and backward, which take no less time than that.
     """
-    most = max(job.rank_parameters) * job.framework.precision.parameter_bytes
     for way, recompute, estimate in found:
         if way.updates_what_it_keeps:
-            fetch_s = 2 * job.strategy.micro_batches * host.up.seconds(most / way.parameters)
+            kept_bytes = max(job.owned(way)) * job.framework.precision.parameter_bytes
+            fetch_s = 2 * job.strategy.micro_batches * host.up.seconds(kept_bytes)
             step_s = max(estimate.step_s, fetch_s + estimate.optimizer_s)
             yield way, recompute, replace(estimate, step_s=step_s)
 
@@ -86,8 +86,8 @@ def moved(found: Iterable[Priced], job: Job, host: Host, *, everything: bool) ->
     precision = job.framework.precision
     for way, recompute, estimate in found:
         peaks, seconds, most_bytes = [], [0.0], 0
-        for rank, count in enumerate(job.rank_parameters):
-            owned, peak = -(-count // way.optimizer), estimate.peak_bytes[rank]
+        for rank, owned in enumerate(job.owned(way)):
+            peak = estimate.peak_bytes[rank]
             spare = max(job.memory_bytes[rank] - peak, 0) // precision.optimizer_bytes
             stays = 0 if everything else min(owned, spare)
             peaks.append(peak + stays * precision.optimizer_bytes)

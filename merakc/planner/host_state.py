@@ -184,7 +184,9 @@ def _sizes(lowered: Lowered, ways: tuple[_Way, _Way]) -> list[dict[str, _Sizes]]
     for stage in reversed(range(len(plan.rank_of))):
         for held in reversed(list(_held(lowered, stage))):
             here, there = (
-                state_bytes(plan_buckets([_in_way(held, way)], plan.shards), plan.precision)
+                state_bytes(
+                    plan_buckets([_in_way(held, way)], plan.shards, dp=plan.dp), plan.precision
+                )
                 for way in ways
             )
             # Gradients are there until they are reduced.
@@ -202,11 +204,14 @@ def _in_way(held: Held, way: _Way) -> Held:
 
 def _held(lowered: Lowered, stage: int) -> Iterator[Held]:
     """The parameters of a stage, in the order of their first use."""
-    plan = lowered.plan
+    plan, experts = lowered.plan, lowered.plan.of_experts
     for item in lowered.stages.local[stage].told(parameters_in_order):
         is_trained = item.requires_grad
         dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=is_trained)
-        yield Held(item.target, dtype, item.spec.numel, plan.parameters[item.target], is_trained)
+        yield Held(
+            item.target, dtype, item.spec.numel, plan.parameters[item.target], is_trained,
+            of_experts=item.target in experts,
+        )  # fmt: skip
 
 
 def _within(sizes: Mapping[str, _Sizes], most_bytes: int | None) -> Iterator[str]:

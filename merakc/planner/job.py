@@ -108,11 +108,43 @@ class Job:
         """The trained elements of each pipeline rank."""
         return self._parameters_of(self.rank_pieces)
 
-    def _parameters_of(self, parts: Sequence[Sequence[int]]) -> list[int]:
-        """The trained elements of the pieces at these places."""
+    @cached_property
+    def rank_experts(self) -> list[int]:
+        """Those of them that are of experts of its own."""
+        return self._parameters_of(self.rank_pieces, of_experts=True)
+
+    def _parameters_of(
+        self, parts: Sequence[Sequence[int]], *, of_experts: bool | None = None
+    ) -> list[int]:
+        """The trained elements of the pieces at these places, if it is said, of experts alone."""
         alike = [tuple([self.kinds[k] for k in part]) for part in parts]
-        known = {own: stage_parameters([self.pieces[k] for k in own]) for own in {*alike}}
+        known = {
+            own: stage_parameters([self.pieces[k] for k in own], of_experts=of_experts)
+            for own in {*alike}
+        }
         return [known[own] for own in alike]
+
+    def shares(
+        self, shards: StateShards, elements: int, of_experts: int
+    ) -> tuple[tuple[int, StateShards], ...]:
+        """So many elements in their shards: of those of experts, which dp ranks share alone, and of
+        the others.
+        """
+        of_dp = shards.within(self.strategy.dp)
+        return (elements - of_experts, shards), (of_experts, of_dp)
+
+    def _state_bytes(self, shards: StateShards, elements: int, of_experts: int) -> int:
+        precision = self.framework.precision
+        shares = self.shares(shards, elements, of_experts)
+        return sum(state_bytes(count, own, precision) for count, own in shares)
+
+    def owned(self, shards: StateShards) -> list[int]:
+        """The elements that each pipeline rank updates."""
+        pairs = zip(self.rank_parameters, self.rank_experts, strict=True)
+        return [
+            sum(-(-count // own.optimizer) for count, own in self.shares(shards, *pair))
+            for pair in pairs
+        ]
 
     @cached_property
     def tied_parameters(self) -> int:
@@ -149,6 +181,11 @@ class Job:
         return self._parameters_of(self.parts)
 
     @cached_property
+    def stage_experts(self) -> list[int]:
+        """Those of them that are of experts of its own."""
+        return self._parameters_of(self.parts, of_experts=True)
+
+    @cached_property
     def _stages(self) -> list[StageCost]:
         return self._priced(stagewise=self.framework.stagewise)
 
@@ -177,17 +214,18 @@ class Job:
         `by_block` of such as make blocks again from what enters each. Equal ones are one value.
         """
         costs = self._by_block if by_block else self._stages
-        counts = {id(c): n for c, n in zip(costs, self.stage_parameters, strict=True)}
-        precision = self.framework.precision
+        pairs = zip(self.stage_parameters, self.stage_experts, strict=True)
+        counts = {id(c): pair for c, pair in zip(costs, pairs, strict=True)}
         made = {
-            key: replace(cost, static_bytes=state_bytes(counts[key], shards, precision))
+            key: replace(cost, static_bytes=self._state_bytes(shards, *counts[key]))
             for key, cost in {id(c): c for c in costs}.items()
         }
         return [made[id(cost)] for cost in costs]
 
     def state_bytes(self, shards: StateShards) -> list[int]:
         """What each pipeline rank holds between two steps."""
-        return [state_bytes(n, shards, self.framework.precision) for n in self.rank_parameters]
+        pairs = zip(self.rank_parameters, self.rank_experts, strict=True)
+        return [self._state_bytes(shards, *pair) for pair in pairs]
 
     @property
     def memory_bytes(self) -> list[int]:

@@ -116,7 +116,11 @@ class PieceTable:
         runs = PLAIN if len(counts) == 1 else -(-FEWEST // sum(counts))
         parts = part_runs(local, runs)
         assert len(parts) == len(counts), "blocks were lost where a graph was sharded"
-        pieces = iter(cut_pieces(local, runs=runs))
+        own = sharding.of_experts(graph)
+        pieces = (
+            replace(piece, experts=own.intersection(piece.parameters))
+            for piece in cut_pieces(local, runs=runs)
+        )
         runs_of = [[next(pieces) for _ in part] for part in parts]
         return tuple(
             piece for part, count in zip(runs_of, counts, strict=True) for piece in part * count

@@ -119,12 +119,14 @@ def _over_dp(lowered: Lowered, simulation: Simulation) -> AxisTraffic:
         if event.rank == plan.mesh.rank(0, place, 0):
             kind, _, name = event.label.partition(" ")
             kind_of = CollectiveKind(kind)
-            sent += bucket_bytes(buckets[name], kind_of, plan.state_ranks, plan.precision)
+            ranks = plan.dp if buckets[name].of_experts else plan.state_ranks
+            sent += bucket_bytes(buckets[name], kind_of, ranks, plan.precision)
     sharded = any(s.optimizer > 1 for s in plan.state_shards)
     what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
     exposed_s = simulation.exposed_s[place]
+    beside = " x ep" if plan.expert_parallel else " x cp" * (plan.cp > 1)
     return AxisTraffic(
-        "dp x cp" if plan.mesh.replicas > 1 else "dp",
+        cast(Any, f"dp{beside}"),
         plan.state_ranks,
         what,
         rank=place,

@@ -33,7 +33,9 @@ def _static(lowered: Lowered, costs: Sequence[StageCost], stages: Sequence[int])
     plan, total = lowered.plan, Counter[str]()
     for stage in stages:
         graph = lowered.stages.local[stage]
-        state = graph_state_bytes(graph, plan.shards(stage), plan.precision, on_host=plan.on_host)
+        state = graph_state_bytes(
+            graph, plan.shards(stage), plan.precision, plan.other_shards(stage), plan.on_host
+        )
         frozen_bytes = 0
         if plan.shards(stage).parameters == 1:  # those are in no bucket, unless they are fetched
             own = (i for i in graph.inputs if i.kind is InputKind.PARAMETER and not i.requires_grad)

@@ -90,3 +90,18 @@ def test_little_state_is_in_small_buckets() -> None:
     for count, scales in ((100, (1,)), (1000, (1, 4, 16)), (300, (1, 4))):
         assert bucket_scales(count * mega) == scales
         assert sizes(count, mega, scales[-1]) == sizes(count, mega, 64)  # no larger ones matter
+
+
+def test_weights_of_experts_are_apart() -> None:
+    """However many there are, others have the names that they have on other ranks of experts."""
+    expert = replace(WEIGHT, name="e", of_experts=True)
+    held = [expert, WEIGHT, replace(expert, name="f"), replace(WEIGHT, name="b", is_used=False)]
+    given = StateShards(1, 8, 8)
+    found = plan_buckets(held, lambda _: given, dp=4)
+    assert [(b.name, b.members, b.shards, b.of_experts) for b in found] == [
+        ("0:0", ("a",), given, False),
+        ("0:1", ("b",), given, False),
+        ("0:experts:0", ("e", "f"), StateShards(1, 4, 4), True),
+    ]
+    frozen = replace(expert, is_trained=False)
+    assert plan_buckets([frozen], lambda _: StateShards(2, 2, 2), dp=1) == ()

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import merakc
-from benchmarks.expert_loops import EXPERT_LOOPS
+from benchmarks.expert_loops import EXPERT_LOOPS, LoopedExperts
 from benchmarks.layouts import Task, train_layout, worst_difference
-from benchmarks.models import MODELS
+from benchmarks.models import HIDDEN, MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.zoo_models import ZOO
 from merakc.equality.casts import lifted_casts
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.runtime.part import plain
 from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS, reference
 from tests.passes.sharding.experts.test_sorted_forms import Other
 
@@ -34,6 +37,10 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
     ("loop_uneven", Mesh(tp=2, cp=2, experts=True), {"overlap": 2}),
     ("deepseek_v3", Mesh(tp=2, cp=2, experts=True), {"recompute": "full"}),
     ("loop_capacity", Mesh(2, cp=2, experts=True), {"recompute": "full"}),
+    ("mixtral_balanced", Mesh(2, cp=2, experts=True), {"state_shards": "zero-3"}),
+    ("qwen3_moe", Mesh(cp=2, pp=2, experts=True), {"state_shards": "zero-2"}),
+    ("gpt_oss", Mesh(tp=2, cp=2, experts=True), {"state_shards": "zero-1"}),
+    ("deepseek_v3", Mesh(2, cp=2, experts=True), {"state_shards": (1, 2, 2)}),
 ]
 
 
@@ -41,9 +48,10 @@ CASES: list[tuple[str, Mesh, dict[str, Any]]] = [
 def test_training_equals_one_process(model: str, mesh: Mesh, options: dict[str, Any]) -> None:
     options = dict(options)
     micro_batches = options.pop("micro_batches", MICRO_BATCHES)
+    shards = options.pop("state_shards", None)
     task = Task(
         EVERY[model], mesh, BATCH_SIZE, micro_batches, STEPS, lift_casts=True,
-        cluster=NOMINAL_CPU, options=options,
+        cluster=NOMINAL_CPU, state_shards=shards, options=options,
     )  # fmt: skip
     found = run_ranks(mesh.world_size, partial(train_layout, task))
     losses = [f.losses for f in found]
@@ -151,3 +159,97 @@ def test_experts_that_nobody_has_chosen_have_no_gradients() -> None:
     assert found[0][1] == wanted  # the first rank has all
     assert all(wanted <= own for own, _ in found)
     assert run_ranks(1, _without_gradients, {"tp": 1}) == [(wanted, wanted)]
+
+
+class Routed(nn.Module):
+    """Words, a mixture and what stands around it, with a weight that the loss reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.mixture = nn.Embedding(11, HIDDEN), LoopedExperts("added")
+        self.norm, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 11)
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        x = self.words(ids)[:, None]
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0] * self.scale.exp()
+        x = x + self.mixture(self.norm(x))
+        far = F.cross_entropy(self.out(x).transpose(1, 2), ids)
+        return far + 0.1 * self.out.weight.square().sum() + self.scale.sum()
+
+
+Kept = tuple[list[float], dict[str, torch.Tensor], dict[str, int]]
+
+
+def _routed(layout: dict[str, Any] | None, folder: Path, muon: bool) -> Kept:
+    """Losses and norms of steps on texts of several lengths, of which neither 3 texts nor one token
+    divide over two ranks, and the weights; with a `layout` saved in the middle, and gone on with
+    from there. Last, the elements of each parameter that the optimizer keeps a number of.
+    """
+    draw = torch.Generator().manual_seed(1)
+    dp = layout["dp"] if layout else 1
+    batches = [torch.randint(11, (3 * 2, length), generator=draw) for length in (7, 1, 6, 1)]
+    found: list[float] = []
+    model: Any = Routed()
+    if layout:
+        own = batches[0][: 6 // dp]
+        model = merakc.auto_parallel(model, (own,), pp=1, cluster=NOMINAL_CPU, **layout)
+    matrices = [p for p in model.parameters() if muon and p.dim() == 2]
+    if muon:
+        optimizer: Any = torch.optim.Muon(matrices, lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank = model.data_parallel_rank if layout else 0
+    for step, ids in enumerate(batches):
+        loss = model(ids[rank * (6 // dp) : (rank + 1) * (6 // dp)])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), float(norm)]
+        if layout and step == 1:
+            merakc.save(folder, model, optimizer)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0)
+            merakc.load(folder, model, optimizer)
+    kept = {
+        name: plain(optimizer.state[p]["exp_avg"]).numel()
+        for name, p in model.named_parameters()
+        if not muon
+    }
+    return found, model.full_state_dict() if layout else model.state_dict(), kept
+
+
+@pytest.mark.parametrize(
+    ("layout", "muon"),
+    [
+        ({"dp": 1, "ep": 2, "state_shards": "zero-1", "micro_batches": 2}, False),
+        ({"dp": 2, "ep": 2, "state_shards": "zero-3", "micro_batches": 1}, False),
+        ({"dp": 1, "ep": 2, "tp": 2, "state_shards": "zero-1", "micro_batches": 2}, True),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_weight_share_its_state(
+    layout: dict[str, Any], muon: bool, tmp_path: Path
+) -> None:
+    """Of experts those of dp, of all else those of ep, too. Norms, clipping and checkpoints count
+    every element once, also where all ranks compute the same.
+    """
+    (wanted, weights, whole), *_ = run_ranks(1, _routed, None, tmp_path, muon)
+    every = run_ranks(
+        layout["dp"] * 2 * layout.get("tp", 1), _routed, layout, tmp_path / "saved", muon
+    )
+    for found, _, _ in every:
+        assert found == pytest.approx(wanted, rel=1e-12)
+    for name, value in weights.items():
+        torch.testing.assert_close(every[0][1][name], value, rtol=1e-10, atol=1e-12)
+    if not muon:  # each element is on one rank alone
+        experts = {n for n in whole if "experts" in n and n.endswith("weight")}
+        for names in (experts, whole.keys() - experts):
+            share = sum(whole[n] for n in names) / len(every)
+            for *_, own in every:
+                assert sum(own[n] for n in names) == pytest.approx(share, rel=0.02)

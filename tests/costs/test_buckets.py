@@ -67,3 +67,18 @@ def test_nodes_are_known_where_the_hardware_is() -> None:
     assert group.fabric == hardware_fabric(hardware, MESH.world_size)
     assert group.fabric.ranks_per_node == 8
     assert dp_group(MESH, CLUSTER).fabric.ranks_per_node == MESH.world_size
+
+
+def test_experts_are_shared_by_dp_ranks_alone() -> None:
+    """Of others those of ep take part, and bring more bytes together."""
+    mesh = Mesh(dp=2, cp=2, experts=True)
+    group = dp_group(mesh, CLUSTER)
+    assert group.experts is not None
+    assert (group.dp, group.stride) == (4, 1)
+    assert (group.experts.dp, group.experts.stride) == (2, 2)
+    assert dp_group(replace(mesh, experts=False), CLUSTER).experts is None
+    other, own = spec(1, 1, 4), replace(spec(1, 1, 2), name="0:experts:0", of_experts=True)
+    found = bucket_seconds([other, own], group)
+    names = ("0:0", "0:experts:0")
+    assert [found[n, CollectiveKind.REFRESH] for n in names] == pytest.approx([3, 2])
+    assert [found[n, CollectiveKind.REDUCE] for n in names] == pytest.approx([3, 2])

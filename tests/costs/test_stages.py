@@ -17,6 +17,8 @@ from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
     even_stages,
+    layers_of,
+    parameter_layers,
     piece_cost,
     shared_parameters,
     stage_costs,
@@ -125,3 +127,20 @@ def test_the_place_of_a_rank() -> None:
     assert (place.device.name, place.tp, place.overlap) == ("h100", 2, True)
     assert place.fabric.ranks_per_node == 8
     assert rank_place(preset("h100"), 8, device=PLACE.device).device is PLACE.device
+
+
+def test_parameters_of_experts_are_counted_apart() -> None:
+    block = replace(piece("b", {"w": 7, "e": 20}), experts=frozenset({"e"}))
+    every = [FIRST, block, block]
+    counts = [stage_parameters(every, of_experts=which) for which in (None, False, True)]
+    assert counts == [50 + 54, 50 + 14, 40]
+    cost = PieceCost(1.0, 2.0)
+    found = layers_of(every, [cost] * 3)
+    assert [(la.parameters, la.of_experts) for la in found] == [
+        (50, False),
+        *[(20, True), (7, False)] * 2,
+    ]
+    assert sum(layer.forward_s for layer in found) == 3.0
+    each = parameter_layers([block], [cost])
+    assert [(la.parameters, la.of_experts) for la in each] == [(7, False), (20, True)]
+    assert sum(layer.backward_s for layer in each) == pytest.approx(2.0)

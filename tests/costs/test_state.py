@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from merakc.costs.fabric import Fabric
-from merakc.costs.state import DpGroup, Layer, StateCost, state_bytes, state_cost
+from merakc.costs.state import DpGroup, Layer, StateCost, in_buckets, state_bytes, state_cost
 from merakc.ir.state import StateShards, lattice
 
 FABRIC = Fabric(8, 100e9, 40e9, 0.0, 0.0)
@@ -92,3 +93,30 @@ def test_the_optimizer_reads_and_writes_its_shard() -> None:
     group = DpGroup(8, FABRIC)
     found = state_cost(LAYERS, 1, StateShards(1, 1, 8), group, optimizer_bytes_per_s=1e12)
     assert found.step_s - cost((1, 1, 8)).step_s == pytest.approx(2 * 12 * 4e9 / 8 / 1e12)
+
+
+def test_experts_are_in_buckets_of_their_own() -> None:
+    layers = [Layer(3, 1.0, 2.0), Layer(5, 1.0, 2.0, of_experts=True)] * 2
+    found = in_buckets(layers, 4)
+    assert found == [Layer(10, 0.0, 0.0, of_experts=True), Layer(6, 4.0, 8.0)]
+    millions = [replace(layer, parameters=layer.parameters << 20) for layer in layers] * 8
+    found = in_buckets(millions, 4)
+    for of_experts, count in ((False, 3), (True, 5)):
+        own = [layer.parameters for layer in found if layer.of_experts is of_experts]
+        assert sum(own) == 16 * count << 20
+        assert max(own) <= 25 << 18
+    assert sum(layer.forward_s for layer in found) == 32
+
+
+def test_experts_are_gathered_and_reduced_over_their_own_ranks() -> None:
+    own = DpGroup(2, FABRIC)
+    group = DpGroup(8, FABRIC, experts=own)
+    shards = StateShards(1, 8, 8)
+    assert group.of(shards, of_experts=False) == (shards, group)
+    assert group.of(shards, of_experts=True) == (StateShards(1, 2, 2), own)
+    assert own.of(shards, of_experts=True) == (shards, own)
+    layers = [replace(layer, of_experts=True) for layer in LAYERS]
+    alone = state_cost(LAYERS, 2, StateShards(1, 2, 2), own)
+    found = state_cost(layers, 2, shards, group)
+    assert (found.step_s, found.communication_s) == (alone.step_s, alone.communication_s)
+    assert found.communication_s != state_cost(LAYERS, 2, shards, group).communication_s

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from merakc.ir.layout import parse_layout
 from merakc.ir.program import Action, ActionKind, Collective, CollectiveKind, Mesh, Program
 
 DEGREES = st.integers(1, 5)
@@ -26,17 +27,31 @@ def test_coordinates_undo_rank(mesh: Mesh) -> None:
 
 @given(MESHES, st.booleans())
 def test_ranks_that_share_state_have_the_same_parts_of_weights(mesh: Mesh, experts: bool) -> None:
+    """Of experts with as many parts as there are lanes; of others with one for each of tp."""
     mesh = replace(mesh, experts=experts)
-    assert mesh.replicas * mesh.weight_ranks == mesh.lanes
-    for rank in range(mesh.world_size):
-        sharing = mesh.sharing(rank)
-        _, stage, lane = mesh.coordinates(rank)
-        assert len(sharing) == mesh.state_ranks
-        assert sharing[mesh.state_rank(rank)] == rank
-        for other in sharing:
-            _, its_stage, its_lane = mesh.coordinates(other)
-            assert stage == its_stage
-            assert mesh.weight_rank(lane) == mesh.weight_rank(its_lane)
+    for of_experts, parts in ((False, mesh.tp), (True, mesh.weight_ranks)):
+        seen = mesh.sharers(of_experts=of_experts)
+        assert (seen.world_size, seen.lanes, seen.tp) == (mesh.world_size, mesh.lanes, parts)
+        assert seen.state_ranks * parts == mesh.dp * mesh.lanes
+        for rank in range(mesh.world_size):
+            sharing = seen.sharing(rank)
+            _, stage, lane = mesh.coordinates(rank)
+            assert len(sharing) == seen.state_ranks
+            assert sharing[seen.state_rank(rank)] == rank
+            for other in sharing:
+                _, its_stage, its_lane = mesh.coordinates(other)
+                assert stage == its_stage
+                assert lane % parts == its_lane % parts
+
+
+def test_weights_of_experts_are_split_along_their_ranks() -> None:
+    alone, both = Mesh(cp=2, experts=True), Mesh(tp=4, cp=2, experts=True)
+    of_experts = [(alone, "8* x 3"), (alone, "3@1"), (both, "8*2/4 x 3"), (both, "8*2/4 x 8*4")]
+    for mesh, text in of_experts:
+        assert mesh.is_of_experts(parse_layout(text))
+        assert not replace(mesh, experts=False).is_of_experts(parse_layout(text))
+    for mesh, text in ((alone, "8 x 3"), (both, "8 x 3"), (both, "8*4 x 3")):
+        assert not mesh.is_of_experts(parse_layout(text))
 
 
 def test_tp_varies_fastest_then_pp_then_dp() -> None:

@@ -51,3 +51,13 @@ def test_what_is_not_allowed_is_refused(counts: tuple[int, int, int], text: str)
 def test_shards_divide_over_the_ranks() -> None:
     with pytest.raises(ConfigError, match="4 must divide the 6 ranks"):
         StateShards(2, 2, 4).check(6)
+
+
+@given(st.integers(1, 24), st.integers(1, 24))
+def test_fewer_ranks_share_in_as_many_shards_as_they_can(dp: int, ep: int) -> None:
+    for shards in lattice(dp * ep):
+        own = shards.within(dp)
+        own.check(dp)
+        assert all(a % b == 0 for a, b in zip(shards.counts, own.counts, strict=True))
+    assert StateShards(1, dp * ep, dp * ep, 4).within(dp) == StateShards(1, dp, dp, 4)
+    assert StateShards(dp, dp, dp).within(dp) == StateShards(dp, dp, dp)

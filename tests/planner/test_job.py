@@ -49,3 +49,22 @@ def test_stages_that_are_alike_are_one_value_and_cost_what_each_does() -> None:
             )  # fmt: skip
             assert cost == replace(alone, static_bytes=cost.static_bytes)
         assert found[1] is found[2]
+
+
+def test_the_state_of_experts_is_shared_by_dp_ranks_alone() -> None:
+    first = {id(p): next(iter(p.parameters)) for p in PIECES if p.path}
+    of_experts = {
+        id(p): replace(p, experts=frozenset({first[id(p)]} if p.path else ())) for p in PIECES
+    }
+    pieces = [of_experts[id(p)] for p in PIECES]
+    strategy = Strategy(dp=2, cp=4, expert_parallel=True, micro_batches=8)
+    job = make_job(pieces, strategy, HARDWARE, Framework(stagewise=True))
+    (every,), (experts,) = job.rank_parameters, job.rank_experts
+    assert experts == sum(p.parameters[first[id(p)]] for p in PIECES if p.path) > 0
+    shards = StateShards(1, 1, 8)
+    assert job.owned(shards) == [(every - experts) // 8 + experts // 2]
+    held = 4 * every + MIXED.optimizer_bytes * job.owned(shards)[0]
+    assert job.state_bytes(shards) == [held]
+    assert [cost.static_bytes for cost in job.stages(shards)] == [held]
+    plain = make_job(PIECES, strategy, HARDWARE, Framework(stagewise=True))
+    assert plain.state_bytes(shards)[0] < held

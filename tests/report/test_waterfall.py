@@ -41,7 +41,7 @@ def test_state_is_that_of_the_stages(case: Lowered) -> None:
         own = [s for s, rank in enumerate(plan.rank_of) if rank == memory.rank]
         graphs = [case.stages.local[s] for s in own]
         state = [
-            graph_state_bytes(g, plan.shards(s), plan.precision)
+            graph_state_bytes(g, plan.shards(s), plan.precision, plan.other_shards(s))
             for g, s in zip(graphs, own, strict=True)
         ]
         held = memory.parameters_bytes + memory.optimizer_bytes

@@ -35,7 +35,7 @@ def state(shards: StateShards, dp: int) -> ShardedState:
         for n, size in own.items()
     }
     specs = plan_buckets(held, lambda _: shards, bucket_bytes=1)
-    return ShardedState(specs, tensors, {shards: groups}, {})
+    return ShardedState(specs, tensors, {(shards, False): groups}, {})
 
 
 def gathering(shards: StateShards) -> list[Collective]:

@@ -50,10 +50,10 @@ class Piece:
 
     `path` is the module that all blocks of its kind are numbered under, "" of what is no block.
     `parameters` are the numbers of trained elements by name, of which other blocks read those that
-    are `shared`; `saved_bytes` what the backward reads
-    again; `handed_bytes` what the pieces after it read; `gradient_bytes` the most gradients that a
-    call of its backward takes and gives, but for those of parameters; `deferred_bytes` what the
-    products of its weight gradients read.
+    are `shared`, and of which those of `experts` are of the rank's own; `saved_bytes` what the
+    backward reads again; `handed_bytes` what the pieces after it read; `gradient_bytes` the most
+    gradients that a call of its backward takes and gives, but for those of parameters;
+    `deferred_bytes` what the products of its weight gradients read.
     """
 
     path: str
@@ -64,6 +64,7 @@ class Piece:
     shared: frozenset[str] = frozenset()
     gradient_bytes: int = 0
     deferred_bytes: int = 0
+    experts: frozenset[str] = frozenset()
 
     @property
     def parameter_count(self) -> int:

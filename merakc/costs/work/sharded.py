@@ -120,21 +120,23 @@ def graph_state_bytes(
     graph: Graph,
     shards: StateShards,
     precision: Precision | None = None,
-    tied: Mapping[str, StateShards] = MappingProxyType({}),
+    others: Mapping[str, StateShards] = MappingProxyType({}),
     on_host: OnHost = NOWHERE,
     read_bytes: int = 0,
 ) -> StateBytes:
-    """The same of all parameters of a stage's graph; those of `tied` follow another stage's."""
-    if not tied and not on_host and not read_bytes:
+    """The same of all parameters of a stage's graph, of which some are in `others` than its
+    shards.
+    """
+    if not others and not on_host and not read_bytes:
         return _like_state_bytes(graph.told(_parameters), shards, precision)
-    kinds = [shards, *dict.fromkeys(tied.values())]
+    kinds = [shards, *dict.fromkeys(others.values())]
     updated, kept = set(on_host.updated), set(on_host.kept)
     held = [
         Held(
             i.target,
             kept_dtype(i.spec.dtype, precision, is_trained=i.requires_grad),
             i.spec.numel,
-            (kinds.index(tied.get(i.target, shards)),),
+            (kinds.index(others[i.target], 1) if i.target in others else 0,),
             i.requires_grad,
             on_host=i.target in updated,
             fetched=i.target in kept,

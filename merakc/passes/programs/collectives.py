@@ -115,7 +115,8 @@ def rank_buckets(plan: Plan, local: Sequence[Graph]) -> tuple[tuple[BucketSpec, 
     for graph, rank in zip(local, plan.rank_of, strict=True):
         read[rank] |= {item.target: item for item in graph.told(parameters_in_order)}
     held: list[list[Held]] = [[] for _ in range(plan.pp)]
-    updated, kept = set(plan.on_host.updated), set(plan.on_host.kept)
+    on_host, experts = plan.on_host, plan.of_experts
+    updated, kept = set(on_host.updated), set(on_host.kept)
     for name in dict.fromkeys(i.target for g in local for i in g.told(parameters_in_order)):
         stages = plan.parameters[name]
         for rank, count in Counter(plan.rank_of[s] for s in stages).items():
@@ -125,10 +126,10 @@ def rank_buckets(plan: Plan, local: Sequence[Graph]) -> tuple[tuple[BucketSpec, 
                 held[rank].append(
                     Held(
                         name, dtype, numel, stages, is_trained, count > 1,
-                        on_host=name in updated, fetched=name in kept,
+                        on_host=name in updated, fetched=name in kept, of_experts=name in experts,
                     )
                 )  # fmt: skip
-    return tuple(plan_buckets(own, plan.shards) for own in held)
+    return tuple(plan_buckets(own, plan.shards, dp=plan.dp) for own in held)
 
 
 def trained(graph: Graph) -> set[str]:

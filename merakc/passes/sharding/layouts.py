@@ -210,6 +210,12 @@ class Sharding:
         found = {i.target: self.weight_layout(Ref(i.name)) for i in graph.inputs if i.kind in kinds}
         return {name: lay for name, lay in found.items() if lay.is_split}
 
+    def of_experts(self, graph: Graph) -> frozenset[str]:
+        """The parameters of which ranks of experts have parts of their own."""
+        if self.context is None or not self.context.has_experts:
+            return frozenset()
+        return frozenset(replace(self.context, context=None).splits(graph))
+
     def tp_splits(self, graph: Graph) -> dict[str, Layout]:
         """The same, of what is split over tp alone."""
         return replace(self, context=None).splits(graph)

@@ -108,7 +108,7 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     plan = step.lowered.plan
     cost = stage_cost(
         step.chunks[stage], place_on(cluster, plan.tp, cp=plan.cp), plan.shards(stage),
-        plan.precision, plan.tied_shards(stage), on_host=plan.on_host,
+        plan.precision, plan.other_shards(stage), on_host=plan.on_host,
         fused=step.lowered.compiled, in_buckets=plan.has_buckets,
     )  # fmt: skip
     head = step.executor.head

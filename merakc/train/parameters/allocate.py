@@ -71,15 +71,19 @@ def _in_buckets(
             shared = sum(plan.rank_of[s] == own for s in place.stages) > 1
             held.append(
                 Held(name, place.dtype, state[name].numel(), place.stages, place.requires_grad,
-                     shared, name in used, name in updated, name in kept)
+                     shared, name in used, name in updated, name in kept,
+                     of_experts=groups.mesh.is_of_experts(place.layout))
             )  # fmt: skip
     every = sorted({plan.shards(s) for s in range(len(plan.rank_of))})
-    made = {shards: ShardGroups(groups, shards) for shards in every}
+    made = {(shards, False): ShardGroups(groups, shards) for shards in every}
+    if plan.expert_parallel:
+        for shards in sorted({shards.within(plan.dp) for shards in every}):
+            made[shards, True] = ShardGroups(groups, shards, of_experts=True)
     holders = {  # all ranks make all groups, in one order
         ranks: groups.holders(ranks) for ranks in sorted({p.ranks for p in placements.values()})
     }
     tied = {p.stages: holders[p.ranks] for p in placements.values() if own in p.ranks}
-    specs = plan_buckets(held, plan.shards)
+    specs = plan_buckets(held, plan.shards, dp=plan.dp)
     return ShardedState(specs, state, made, tied, plan.precision, device)
 
 

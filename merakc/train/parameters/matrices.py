@@ -9,7 +9,7 @@ Owners are dealt out by the arithmetic of products of their matrices, the most f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -46,11 +46,6 @@ class Home:
         found = sharded.bucket_of.get(name) if sharded else None
         return found if found is not None and found.groups.block is not None else None
 
-    @cached_property
-    def tp_rank(self) -> int:
-        """Which part of a split tensor this rank has."""
-        return self.groups.weight_rank
-
 
 class Shared:
     """A parameter of which this rank and others of its model hold parts.
@@ -61,6 +56,7 @@ class Shared:
     def __init__(self, parameter: nn.Parameter, place: Place, home: Home) -> None:
         self.parameter, self.home = parameter, home
         self.name, self.layout = place.name, place.layout
+        self.tp, self.tp_rank = place.tp, place.tp_rank  # its parts, and which this rank has
         self.bucket = home.bucket(place.name)
         self.block = self.bucket.groups.block if self.bucket else None
         self.whole = nn.Parameter(parameter.detach().new_empty(0))
@@ -70,7 +66,7 @@ class Shared:
     def here(self) -> tuple[int, int]:
         """This rank, as owners are told."""
         shard = dist.get_rank(self.block) if self.block else 0
-        return shard, self.home.tp_rank if self.layout.is_split else 0
+        return shard, self.tp_rank if self.layout.is_split else 0
 
     @property
     def is_owned(self) -> bool:
@@ -79,7 +75,7 @@ class Shared:
 
     def local_shape(self, tp_rank: int) -> tuple[int, ...]:
         """What one rank of tp has of it."""
-        return self.layout.local_shape(self.home.groups.mesh.weight_ranks, tp_rank)
+        return self.layout.local_shape(self.tp, tp_rank)
 
     def place_in_bucket(self, shard: int) -> int:
         """Where the shard of a rank of the group stands among all."""
@@ -88,7 +84,7 @@ class Shared:
     def bounds(self, shard: int) -> tuple[int, int]:
         """The elements of what a rank of tp has that stand in the shard of a rank of the group."""
         if self.bucket is None:
-            return 0, torch.Size(self.local_shape(self.home.tp_rank)).numel()
+            return 0, torch.Size(self.local_shape(self.tp_rank)).numel()
         return self.bucket.bounds(self.name, self.place_in_bucket(shard))
 
 
@@ -240,7 +236,7 @@ class WholeTensors(Bringing):
         order = sorted(self.shared.values(), key=lambda s: (-_work(s.layout), s.name))
         for shared in order:
             shards = range(dist.get_world_size(shared.block) if shared.block else 1)
-            ranks = range(shared.home.groups.mesh.weight_ranks if shared.layout.is_split else 1)
+            ranks = range(shared.tp if shared.layout.is_split else 1)
             slots = [(shard, rank) for shard in shards for rank in ranks]
             shared.owner = min(slots, key=lambda slot: loads.get(slot, 0))
             loads[shared.owner] = loads.get(shared.owner, 0) + _work(shared.layout)
@@ -266,13 +262,14 @@ class WholeTensors(Bringing):
 
     def _families(self) -> list[list[Shared]]:
         """What travels at once, of what has gradients: of each parameter all ranks or none have
-        them. Tensors of one dtype, over one group, of a bounded size together.
+        them. Tensors of one dtype, over the same groups, of a bounded size together.
         """
         found: dict[tuple[Any, ...], list[list[Shared]]] = {}
         shared = (s for p, s in self.shared.items() if p.grad is not None)
         for s in sorted(shared, key=lambda s: s.name):  # as on the other ranks
             shards = s.bucket.groups if s.bucket else None
-            families = found.setdefault((shards, s.layout.is_split, s.whole.dtype, s.home), [[]])
+            parts = s.tp if s.layout.is_split else 1
+            families = found.setdefault((shards, parts, s.whole.dtype, s.home), [[]])
             if families[-1] and sum(map(_bytes_of, families[-1])) + _bytes_of(s) > TRAVEL_BYTES:
                 families.append([])
             families[-1].append(s)
@@ -294,7 +291,7 @@ def _to_owners(family: Sequence[Shared], parts: Sequence[torch.Tensor]) -> dict[
     collective.
     """
     first, every = family[0], range(len(family))
-    (shard, tp_rank), tp = first.here, first.home.groups.mesh.weight_ranks
+    (shard, tp_rank), tp = first.here, first.tp
     near = [k for k in every if family[k].owner[0] == shard]
     shards = range(dist.get_world_size(first.block) if first.block else 1)
     sent = [[parts[k] for k in every if family[k].owner[0] == s] for s in shards]
@@ -307,7 +304,7 @@ def _to_owners(family: Sequence[Shared], parts: Sequence[torch.Tensor]) -> dict[
     own = [k for k in near if family[k].owner[1] == tp_rank]
     sent = [[local[k] for k in near if family[k].owner[1] == t] for t in range(tp)]
     sizes = [[torch.Size(family[k].local_shape(t)).numel() for k in own] for t in range(tp)]
-    got = _exchanged(first, sent, sizes, first.home.groups.of_weights)
+    got = _exchanged(first, sent, sizes, first.home.groups.of_weight(first.layout))
     found = {k: local[k].new_empty(family[k].layout.shape) for k in own}
     for n, k in enumerate(own):
         for t in range(tp):
@@ -321,7 +318,7 @@ def _from_owners(family: Sequence[Shared]) -> dict[int, torch.Tensor]:
     collective.
     """
     first, every = family[0], range(len(family))
-    (shard, tp_rank), tp = first.here, first.home.groups.mesh.weight_ranks
+    (shard, tp_rank), tp = first.here, first.tp
     near = [k for k in every if family[k].owner[0] == shard]
     local = {k: family[k].whole.data.reshape(-1) for k in near}
     if first.layout.is_split:
@@ -334,7 +331,7 @@ def _from_owners(family: Sequence[Shared]) -> dict[int, torch.Tensor]:
                     view.copy_(family[k].whole.data[box])
         there = [[k for k in near if family[k].owner[1] == t] for t in range(tp)]
         sizes = [[torch.Size(family[k].local_shape(tp_rank)).numel() for k in of] for of in there]
-        got = _exchanged(first, sent, sizes, first.home.groups.of_weights)
+        got = _exchanged(first, sent, sizes, first.home.groups.of_weight(first.layout))
         local = {k: got[t][n] for t, of in enumerate(there) for n, k in enumerate(of)}
     shards = range(dist.get_world_size(first.block) if first.block else 1)
     sent = [[local[k][slice(*family[k].bounds(s))] for k in near] for s in shards]
@@ -350,8 +347,7 @@ def _extent(bounds: tuple[int, int]) -> int:
 
 def _boxes(shared: Shared, part: torch.Tensor, tp_rank: int) -> Any:
     """The boxes of the whole that a tp rank's part fills, and the part's memory of each."""
-    tp = shared.home.groups.mesh.weight_ranks
-    place = Place(shared.name, shared.layout, tp, tp_rank, 0, part.numel())
+    place = Place(shared.name, shared.layout, shared.tp, tp_rank, 0, part.numel())
     for box in place.boxes:
         yield box.slices, place.view(part, box)
 

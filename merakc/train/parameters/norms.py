@@ -56,16 +56,16 @@ class Owners:
         self.placements = {n: p for n, p in placements.items() if p.is_parameter}
         self.place = {name: k for k, name in enumerate(self.placements)}
         _, pipeline_rank, lane = groups.coordinates
-        # Of lanes that have the same sums, one is.
-        self.is_counted = lane < groups.mesh.weight_ranks
         self.held = {n for n, p in self.placements.items() if pipeline_rank in p.ranks}
         self.counted: dict[ShardGroups | None, list[str]] = {}
         if sharded is not None:
             self.counted = {bucket.groups: [] for bucket in sharded.buckets}
         for name, place in self.placements.items():
-            part = groups.weight_rank
-            if place.owner == pipeline_rank and place.layout.holder(part) == part:
-                bucket = sharded.bucket_of.get(name) if sharded else None
+            lanes = place.sharers(groups.mesh).tp
+            bucket, part = sharded.bucket_of.get(name) if sharded else None, lane % lanes
+            # Of lanes that have the same, or the same sums of their parts, one is counted.
+            is_first = bucket is not None or lane < lanes
+            if is_first and place.owner == pipeline_rank and place.layout.holder(part) == part:
                 self.counted.setdefault(bucket.groups if bucket else None, []).append(name)
 
     def total(self, own: Mapping[str, torch.Tensor], combine: str) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Owners:
         with call(CALL, {ALL: _fact(names, combine)}):
             for shards, names in self.counted.items():
                 part = _over_group(make(names), shards.block if shards else None, combine)
-                if self.is_counted:
+                if shards is None or self.groups.coordinates[2] < shards.mesh.tp:
                     found = _PAIRS[combine](found, part)
             return _over_group(found, self.groups.axis("model"), combine)
 

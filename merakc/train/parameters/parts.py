@@ -42,7 +42,7 @@ class Parts:
         if not self.is_alone:
             everyone = together(lambda: {name: _part(p) for name, p in self.own.items()})
             for name, (tp_rank, start, stop) in _assigned(everyone, groups.rank):
-                layout, tp = placements[name].layout, groups.mesh.weight_ranks
+                layout, tp = placements[name].layout, placements[name].sharers(groups.mesh).tp
                 place = Place(name, layout, tp, tp_rank, start, stop, writes=False)
                 self.others.setdefault(name, []).append(place)
 

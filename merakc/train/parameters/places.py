@@ -25,11 +25,13 @@ def register_places(
     sharded: ShardedState | None,
 ) -> None:
     """Remembers of each parameter and buffer which part of the whole tensor it is, if it is one."""
-    pipeline_rank, mesh, part = groups.coordinates[1], groups.mesh, groups.weight_rank
+    _, pipeline_rank, lane = groups.coordinates
     bucket_of = sharded.bucket_of if sharded else {}
     for name, tensor in state.items():
         where = placements[name]
-        layout, place = where.layout, mesh.state_rank(groups.rank)
+        sharers = where.sharers(groups.mesh)
+        layout, part = where.layout, lane % sharers.tp
+        place = sharers.state_rank(groups.rank)
         writes = where.owner == pipeline_rank and layout.holder(part) == part
         bucket = bucket_of.get(name)
         shards = bucket.groups.shards.optimizer if bucket else 1
@@ -40,7 +42,7 @@ def register_places(
             start, stop, writes = 0, tensor.numel(), writes and place == 0
         else:
             continue
-        places[tensor] = Place(name, layout, mesh.weight_ranks, part, start, stop, writes)
+        places[tensor] = Place(name, layout, sharers.tp, part, start, stop, writes)
 
 
 # Empty stand-ins of others' parameters and buffers, and the shapes of these.

@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from merakc.errors import MismatchError
-from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
 from merakc.runtime.part import plain
 from merakc.runtime.sharded_state import ShardedState
@@ -40,8 +39,8 @@ class Replicas:
         mesh = groups.mesh  # of tensors that all ranks hold parts of there is nothing to compare
         self.names = [
             name for name, place in sorted(placements.items())
-            if mesh.state_ranks > 1 or len(place.ranks) > 1
-            or place.layout.copies(mesh.weight_ranks) > 1
+            if (sharers := place.sharers(mesh)).state_ranks > 1 or len(place.ranks) > 1
+            or place.layout.copies(sharers.tp) > 1
         ]  # fmt: skip
         self.state, self.written, self.factors = state, written, dict[str, int]()
         pipeline_rank = groups.coordinates[1]
@@ -51,14 +50,13 @@ class Replicas:
             if pipeline_rank not in place.ranks:
                 continue
             shards = bucket.groups.shards.optimizer if bucket else 1
-            along_tp = place.layout.copies(mesh.weight_ranks)
-            if shards > 1 and bucket is not None and not _even(bucket, placements, mesh):
+            sharers = place.sharers(mesh)
+            along_tp, own = place.layout.copies(sharers.tp), groups.coordinates[2] % sharers.tp
+            if shards > 1 and bucket is not None and not _even(bucket, placements, sharers.tp):
                 along_tp = 1  # each has a shard of other elements
-            holders = len(place.ranks) * along_tp * (mesh.state_ranks // shards)
-            is_first = pipeline_rank == place.owner and mesh.state_rank(groups.rank) < shards
-            is_first = is_first and (
-                along_tp == 1 or place.layout.holder(groups.weight_rank) == groups.weight_rank
-            )
+            holders = len(place.ranks) * along_tp * (sharers.state_ranks // shards)
+            is_first = pipeline_rank == place.owner and sharers.state_rank(groups.rank) < shards
+            is_first = is_first and (along_tp == 1 or place.layout.holder(own) == own)
             if holders > 1:
                 self.factors[name] = holders - 1 if is_first else -1
 
@@ -97,11 +95,10 @@ class Replicas:
                 )
 
 
-def _even(bucket: Bucket, placements: Mapping[str, Placement], mesh: Mesh) -> bool:
+def _even(bucket: Bucket, placements: Mapping[str, Placement], parts: int) -> bool:
     """Whether a bucket has as many elements of each tensor on all ranks that split weights, so that
     its shards lie alike.
     """
-    parts = mesh.weight_ranks
     return all(
         len({math.prod(placements[name].layout.local_shape(parts, r)) for r in range(parts)}) == 1
         for name in bucket.members

@@ -63,8 +63,8 @@ class ExpertWriter:
             self.now[Ref(node.name)] = Ref(name)
 
     def is_stack(self, node: Node) -> bool:
-        """Whether a node stacks parameters of which each is whole on one rank."""
-        if node.op != STACK:
+        """Whether a node stacks parameters of which each is whole on one rank, and read there."""
+        if node.op != STACK or not self.whole.gathered.isdisjoint(node.args[0]):
             return False
         layouts = [self.whole.layouts[ref] for ref in node.args[0]]
         return all(any(f.on is not None for dim in lay.dims for f in dim) for lay in layouts)

@@ -78,16 +78,17 @@ def split_context(
 ) -> Sharding:
     """The sharding of a graph of which nothing but its sequences is split, for each of `tp` ranks;
     with an `expert_load`, of which none is even, experts are too, each with its weights on one of
-    the ranks. Without, ranks leave their parts of weights' gradients to be added up with those of
-    dp. Raises `ShardError` where no experts are found on what is cut.
+    the ranks. Of weights that all ranks have they leave their parts of gradients to be added up
+    with those of dp. Raises `ShardError` where no experts are found on what is cut.
     """
     problem = cut.problem
     splits = exchange_heads(problem, cut.splits, cut.sums, tp)
     whole = problem.sharding
     sharding = replace(whole, sequences=splits, partial=whole.partial | cut.sums)
     if expert_load is not None:
-        return with_experts(problem, sharding, expert_load, tp)
-    return replace(sharding, sums=gradient_sums(problem.graph, splits))
+        sharding = with_experts(problem, sharding, expert_load, tp)
+    apart = {ref for ref, lay in sharding.layouts.items() if lay.is_split}
+    return replace(sharding, sums=gradient_sums(problem.graph, splits, apart))
 
 
 @dataclass(frozen=True, slots=True)

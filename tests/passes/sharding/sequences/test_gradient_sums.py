@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from merakc.frontend.record import record
+from merakc.ir.graph import Ref
 from merakc.passes.sharding.layouts import SequenceSplit
 from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
 
@@ -52,5 +53,8 @@ def test_what_is_computed_of_parameters_alone() -> None:
     inside = frozenset(n for n, op in ops.items() if op in ("aten.linear.default",))
     split = SequenceSplit(inside, frozenset(), {})
     assert told((split,)) == sorted([*parameters, "aten.tanh.default", "aten.mul.Tensor"])
+    (apart,) = (Ref(name) for name, target in names.items() if target == "squashed.weight")
+    rest = (ref.node for ref in gradient_sums(graph, (split,), {apart}))
+    assert sorted(names[name] for name in rest) == [n for n in parameters if "squash" not in n]
     # Where all is computed whole, all but what the user's function makes, and what reads that.
     assert told(()).count("aten.linear.default") == 2
