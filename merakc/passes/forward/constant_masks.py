@@ -8,6 +8,7 @@ block at a time: a mask of long sequences would not fit the memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.kernels.ops import resolve_op
 from merakc.passes.forward.fixed_values import MOST_ELEMENTS, FixedValues, tags
-from merakc.passes.forward.mask_intervals import RunReader
+from merakc.passes.forward.mask_intervals import AND, RunReader, Runs
 
 ATTENTION = "merakc.attention.default"
 MASK, CAUSAL = 3, 4  # places among its arguments
@@ -44,6 +45,13 @@ def with_known_masks(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes)).pruned() if any(told.values()) else graph
 
 
+def seen_at_most(graph: Graph) -> Callable[[Ref], Runs | None]:
+    """What each row of a mask of bools sees at most, in any batch of these shapes: one run of
+    columns; None where nothing is known of it.
+    """
+    return _Masks(graph).bound
+
+
 class _Masks:
     """The values of a graph that follow from constants, where they are needed."""
 
@@ -52,21 +60,42 @@ class _Masks:
         self.nodes = self.fixed.nodes
         self.runs = RunReader(self.nodes, self.specs, self.fixed.whole, _is_spread)
 
+    def bound(self, mask: Ref) -> Runs | None:
+        """What each row sees at most: of what is seen where several masks see it, what those do
+        that follow from constants.
+        """
+        node, spec = self.nodes.get(mask.node), self.specs[mask]
+        if mask.node in self.fixed.names:
+            return self.runs.seen(mask) if self._is_one(mask) else None
+        if node is None or spec.dtype != torch.bool or not _is_spread(node):
+            return None
+        if node.op not in (EXPAND, UNSQUEEZE) and node.op.split(".")[1] not in AND:
+            return None
+        found: Runs | None = None
+        for ref in node.refs:
+            if self.specs[ref].shape[-1:] == spec.shape[-1:] and (own := self.bound(ref)):
+                found = own if found is None else found.both(own)
+        return found
+
+    def _is_one(self, mask: Ref) -> bool:
+        """Whether the mask has rows and columns, and is the same along all other dims."""
+        shape = self.specs[mask].shape
+        if len(shape) < 2 or 0 in shape:
+            return False
+        return all(self._is_alike(mask, dim) for dim, n in enumerate(shape[:-2]) if n > 1)
+
     def kind(self, mask: Ref) -> str:
         """What a mask is: "causal", "none" where all is seen, "" for any other."""
-        shape = self.specs[mask].shape
-        if mask.node not in self.fixed.names or len(shape) < 2 or 0 in shape:
+        if mask.node not in self.fixed.names or not self._is_one(mask):
             return ""
-        *outer, rows, columns = shape
-        if any(not self._is_alike(mask, dim) for dim, size in enumerate(outer) if size > 1):
-            return ""
+        rows, columns = self.specs[mask].shape[-2:]
         runs = self.runs.seen(mask)
         if runs is not None:
             return runs.kind(rows)
         height = max(1, min(rows, MOST_ELEMENTS // columns))
         kinds = {"causal", "none"}
         for first in range(0, rows, height):
-            own = self._block(mask, len(shape), first, min(first + height, rows))
+            own = self._block(mask, len(self.specs[mask].shape), first, min(first + height, rows))
             if own is None:
                 return ""
             seen = _seen(own.reshape(-1, columns))
