@@ -14,7 +14,7 @@ Legend of shapes as in `merakc.kernels.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ def forward_of(kernel: Forward) -> Forward:
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
-        start: int = 0, sink: Tensor | None = None,
+        start: int = 0, sink: Tensor | None = None, within: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if sink is not None:
             return with_sink(*forward(q, k, v, mask, causal, scale, start), sink)

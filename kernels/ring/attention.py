@@ -246,8 +246,13 @@ def _forward(
     return ring_attention(q, k, v, mask, causal, scale, sink, Ring(*ring))
 
 
-def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return ring_attention_backward(*args[:9], Ring(*args[9:]))
+def _backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    mask: Tensor | None, causal: bool, scale: float, *ring: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return ring_attention_backward(
+        grad_out, q, k, v, out, logsumexp, mask, causal, scale, Ring(*ring)
+    )
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

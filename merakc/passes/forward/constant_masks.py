@@ -8,7 +8,6 @@ block at a time: a mask of long sequences would not fit the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,12 +18,13 @@ from merakc.passes.forward.fixed_values import MOST_ELEMENTS, FixedValues, tags
 from merakc.passes.forward.mask_intervals import AND, RunReader, Runs
 
 ATTENTION = "merakc.attention.default"
-MASK, CAUSAL = 3, 4  # places among its arguments
+MASK, CAUSAL, WITHIN = 3, 4, 8  # places among its arguments
 EXPAND, UNSQUEEZE = "aten.expand.default", "aten.unsqueeze.default"
 
 
 def with_known_masks(graph: Graph) -> Graph:
-    """The same function, whose attentions are told of masks that are causal, or that hide nothing.
+    """The same function, whose attentions are told of masks that are causal, or that hide nothing,
+    and of others how far rows see at most.
 
     A mask of floats is causal where it is 0 for what is seen and so low elsewhere that nothing of
     it is left.
@@ -41,15 +41,12 @@ def with_known_masks(graph: Graph) -> Graph:
                 causal = node.args[CAUSAL] or told[mask] == "causal"
                 args = (*node.args[:MASK], None, causal, *node.args[CAUSAL + 1 :])
                 node = replace(node, args=args)
+            elif (within := masks.within(mask)) and len(node.args) < WITHIN and not node.kwargs:
+                rest = (0, None)[len(node.args) - WITHIN :]  # no start, no sink
+                node = replace(node, args=(*node.args, *rest, within))
         nodes.append(node)
-    return replace(graph, nodes=tuple(nodes)).pruned() if any(told.values()) else graph
-
-
-def seen_at_most(graph: Graph) -> Callable[[Ref], Runs | None]:
-    """What each row of a mask of bools sees at most, in any batch of these shapes: one run of
-    columns; None where nothing is known of it.
-    """
-    return _Masks(graph).bound
+    found = replace(graph, nodes=tuple(nodes))
+    return found.pruned() if any(told.values()) else found
 
 
 class _Masks:
@@ -59,6 +56,21 @@ class _Masks:
         self.specs, self.fixed = graph.specs(), FixedValues(graph)
         self.nodes = self.fixed.nodes
         self.runs = RunReader(self.nodes, self.specs, self.fixed.whole, _is_spread)
+
+    def within(self, mask: Ref) -> tuple[int, int] | None:
+        """How many columns before it a row sees at most, and how many behind, where there are as
+        many of both; None where nothing is known of it.
+        """
+        shape, runs = self.specs[mask].shape, self.bound(mask)
+        if runs is None or shape[-2:] != (runs.columns, runs.columns):
+            return None
+        rows = torch.arange(runs.columns)
+        starts, ends = (x.expand(runs.columns) for x in (runs.starts, runs.ends))
+        sees = starts < ends
+        before, behind = (rows - starts)[sees], (ends - 1 - rows)[sees]
+        if not len(before):
+            return 0, 0
+        return max(int(before.max()), 0), max(int(behind.max()), 0)
 
     def bound(self, mask: Ref) -> Runs | None:
         """What each row sees at most: of what is seen where several masks see it, what those do

@@ -69,8 +69,10 @@ def _attention(dims: Dims, node: Node) -> None:
     for dim in (key[2], query[3], *rows):
         need_whole(dim, node)
     if isinstance(node.args[3], Ref):
-        mask = dims.of[node.args[3]]
-        scores = [query[0], query[1], query[2], key[2]]
+        mask, columns = dims.of[node.args[3]], key[2]
+        if node.op == RING:  # all of them, of which a rank has some keys
+            need_whole(columns := mask[-1], node)
+        scores = [query[0], query[1], query[2], columns]
         for dim, target in zip(reversed(mask), reversed(scores), strict=False):
             if size(dim) > 1:
                 unify(dim, target)

@@ -56,7 +56,7 @@ class _Swap:
         return TensorSpec((*spec.shape[:dim], count, *spec.shape[dim + 1 :]), spec.dtype)
 
     def node(self, ref: Ref, now: Ref) -> Ref:
-        """A value of the graph, which is `now` that of this rank, with its rows swapped; made once."""
+        """A value of the graph, `now` that of this rank, with its rows swapped; made once."""
         name, spec = self.out.named(ref, "swap"), self.out.local_spec(ref)
         if name not in self.out.made:
             self.out.made.add(name)

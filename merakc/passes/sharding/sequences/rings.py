@@ -11,9 +11,9 @@ blocks are not passed to where nobody attends to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -22,8 +22,6 @@ from merakc.costs.fabric import all_gather_seconds, swap_seconds
 from merakc.costs.nodes import divided_seconds, pipelined, ring_backward
 from merakc.ir.graph import Node, Ref, TensorSpec
 from merakc.kernels.ring.attention import RING
-from merakc.passes.forward.constant_masks import CAUSAL, MASK, seen_at_most
-from merakc.passes.forward.mask_intervals import Runs
 from merakc.passes.sharding.choose import PASSES
 from merakc.passes.sharding.factors import Factor, leaves
 from merakc.passes.sharding.layouts import RingSplit, SequenceSplit
@@ -35,6 +33,7 @@ from merakc.passes.sharding.spmd_ops import ATTENTION, START
 
 # What the seconds of a ring count beside those of other forms. Tests have other figures.
 RING_PRICE = 1.0
+MASK, CAUSAL, WITHIN = 3, 4, 8  # among an attention's arguments
 HEADS_DIM = 1
 
 
@@ -55,11 +54,6 @@ class _Rings:
         self.problem, self.tp, self.ranks = problem, tp, problem.sharding.tp
         self.machine = place_on(FIGURES, self.ranks)
         self.readers = {ref for node in problem.graph.nodes for ref in node.refs}
-
-    @cached_property
-    def bounds(self) -> Callable[[Ref], Runs | None]:
-        """What each row of a mask sees at most."""
-        return seen_at_most(self.problem.graph)
 
     def within(self, split: SequenceSplit, factor: Factor) -> SequenceSplit:
         """One sequence, with its rings."""
@@ -94,31 +88,22 @@ class _Rings:
 
     def _ring(self, node: Node, split: SequenceSplit) -> RingSplit:
         """How blocks are best passed."""
-        mask, every = node.args[MASK], tuple(range(self.ranks))
-        runs, causal = self.bounds(mask) if isinstance(mask, Ref) else None, bool(node.args[CAUSAL])
-        if runs is None:
-            return RingSplit(every, swapped=causal, causal=causal)
-        rows = self._rows(node, split)
-        count = sum(rows)
-        starts, ends = (x.expand(count).split_with_sizes(rows) for x in (runs.starts, runs.ends))
-        behind = torch.arange(1, count + 1)
-        causal = causal or bool((runs.ends.expand(count) <= behind).all())
+        rows, causal = self._rows(node, split), bool(node.args[CAUSAL])
+        before = behind = sum(rows)
+        if len(node.args) > WITHIN:
+            before, behind = node.args[WITHIN]
+        causal = causal or not behind
         first = [sum(rows[:k]) for k in range(self.ranks)]
         hops = {0}
-        for rank in range(self.ranks):
-            some = starts[rank] < ends[rank]
-            if not some.any():
-                continue
-            low, high = int(starts[rank][some].min()), int(ends[rank].max())
-            high = min(high, first[rank] + rows[rank]) if causal else high
-            for owner in range(self.ranks):
-                if low < first[owner] + rows[owner] and first[owner] < high:
-                    hops.add((rank - owner) % self.ranks)
-        found = tuple(sorted(hops))
+        for rank, owner in product(range(self.ranks), repeat=2):
+            low, high = first[rank] - before, first[rank] + rows[rank] + (0 if causal else behind)
+            if low < first[owner] + rows[owner] and first[owner] < high:
+                hops.add((rank - owner) % self.ranks)
         # Of a causal mask all ranks have as much to do where they swap rows, and each meets every
         # block; else the last has most, of every hop.
-        swapped = causal and 2 * len(found) > self.ranks + 1
-        return RingSplit(every if swapped else found, swapped=swapped, causal=causal)
+        swapped = causal and 2 * len(hops) > self.ranks + 1
+        found = range(self.ranks) if swapped else sorted(hops)
+        return RingSplit(tuple(found), swapped=swapped, causal=causal)
 
     def _rows(self, node: Node, split: SequenceSplit) -> list[int]:
         lay = split.layouts[node.args[0]]
