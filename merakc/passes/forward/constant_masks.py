@@ -45,8 +45,9 @@ def with_known_masks(graph: Graph) -> Graph:
                 rest = (0, None)[len(node.args) - WITHIN :]  # no start, no sink
                 node = replace(node, args=(*node.args, *rest, within))
         nodes.append(node)
-    found = replace(graph, nodes=tuple(nodes))
-    return found.pruned() if any(told.values()) else found
+    if not any(told.values()):
+        return graph.with_nodes(nodes) if tuple(nodes) != graph.nodes else graph
+    return replace(graph, nodes=tuple(nodes)).pruned()
 
 
 class _Masks:

@@ -177,6 +177,8 @@ class Sharding:
         part = next((s for s in self.sequences if node.name in s.nodes), None)
         within = {} if part is None else part.layouts
         whole = {r for r in node.refs if part is not None and (node.name, r) in part.whole}
+        if part is not None and node.name in part.rings:  # keys and values come, one by one
+            whole.update(node.args[1:3])
         outs = (Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)
         found = {}
         for ref in (*node.refs, *outs):
@@ -223,6 +225,16 @@ class Sharding:
         along = self.context.sequences if self.context else ()
         names = frozenset[str]().union(*(split.rings for split in along))
         return (node for node in graph.nodes if node.name in names)
+
+    def evened(self, node: Node) -> Node:
+        """A node that takes as long as this one does: where causal rows are swapped, no rank has
+        more to do than others.
+        """
+        along = self.context.sequences if self.context else ()
+        ring = next((s.rings[node.name] for s in along if node.name in s.rings), None)
+        if ring is None or not ring.swapped:
+            return node
+        return replace(node, args=(*node.args[:4], False, *node.args[5:]))
 
     def splits(self, graph: Graph) -> dict[str, Layout]:
         """The layouts of the split parameters and buffers, by the user's names."""
