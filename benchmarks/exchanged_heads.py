@@ -1,7 +1,7 @@
 """Steps of a causal model whose ranks exchange heads, or pass keys around, or gather them.
 
-Llama over ranks of cp on one long text a step. The three train in turns within the same processes, so
-that both meet what else the machine does: medians of the slowest rank's steps, and of what each
+Llama over ranks of cp on one long text a step. The three train in turns within the same processes,
+so that all meet what else the machine does: medians of the slowest rank's steps, and of what each
 rank takes of the CPU, which other programs change less.
 """
 

@@ -68,7 +68,7 @@ def test_grouped_heads_are_swapped_before_they_are_repeated() -> None:
 
 def test_each_rank_of_tp_has_heads_of_its_own() -> None:
     for lane in range(4):
-        local, node = _local(_graph("padded"), 2, lane, 2)
+        _, node = _local(_graph("padded"), 2, lane, 2)
         assert node.spec.shape == (1, HEADS // 2, 24, WIDTH // HEADS)
         assert node.args[-5] == "cp"
         assert node.args[-1] == lane // 2

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from merakc.costs.work.flops import node_flops
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
 from merakc.passes.forward.constant_masks import with_known_masks
@@ -116,3 +117,16 @@ def test_keys_are_passed_around_where_that_costs_least(
 def test_a_ring_is_as_good_for_each_rank_of_tp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rings, "RING_PRICE", 1e-9)
     assert _ring(_graph(), 2, 2) == _ring(_graph(), 2)
+
+
+def test_ranks_of_swapped_rows_share_the_work_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stage's share of it is told before its graph is written."""
+    monkeypatch.setattr(rings, "RING_PRICE", 1e-9)
+    graph = _graph()
+    sharding, specs = shard(graph, 1, cp=4), graph.specs()
+    (node,) = sharding.rings(graph)
+    seen = sharding.node_specs(node, specs, 0)
+    assert [seen[ref].shape[2] for ref in node.args[:3]] == [12, 48, 48]
+    assert node_flops(sharding.evened(node), seen) == node_flops(node, specs) / 4
+    other = graph.nodes[0]
+    assert sharding.evened(other) is other
