@@ -109,7 +109,7 @@ def test_results_and_gradients_are_those_of_one_process(
 
 
 def _half_precision() -> float:
-    """The sum of gradients is not rounded at every rank: as far off as of one process."""
+    """The largest difference of a gradient from that of float32."""
     rank, draw = _bind(), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 12, 4, generator=draw).bfloat16() for _ in range(3))
     q.mul_(4.0)
@@ -125,7 +125,7 @@ def _half_precision() -> float:
     return max((f.float() - w[:, :, rows]).abs().max().item() for f, w in pairs)
 
 
-def test_half_precision_is_joined_in_float32() -> None:
+def test_half_precision_is_as_far_off_as_it_rounds() -> None:
     assert max(run_ranks(3, _half_precision)) < 0.03
 
 

@@ -47,6 +47,8 @@ class Attends(nn.Module):
         x = self.words(ids)
         other = x[:, : x.shape[1] // 2] if self.kind == "others" else x
         every = self.query(x), self.key(other), self.value(other)
+        if self.kind == "halves":  # of each row, all first ones before all others
+            every = tuple(y.unflatten(2, (2, -1)).transpose(1, 2).flatten(1, 2) for y in every)
         parts = [y.view(*y.shape[:2], -1, WIDTH // HEADS).transpose(1, 2) for y in every]
         times = HEADS // self.shared
         parts[1:] = [y[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2) for y in parts[1:]]
@@ -54,7 +56,10 @@ class Attends(nn.Module):
         mixed = F.scaled_dot_product_attention(
             *parts, self.mask(seen), is_causal=self.kind in ("causal", "dropout"), dropout_p=dropout
         )
-        x = x + self.mix(mixed.transpose(1, 2).flatten(2))
+        mixed = mixed.transpose(1, 2).flatten(2)
+        if self.kind == "halves":
+            mixed = mixed.unflatten(1, (2, -1)).transpose(1, 2).flatten(2)
+        x = x + self.mix(mixed)
         return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten(), reduction="sum")
 
 
@@ -90,9 +95,9 @@ def test_blocks_go_where_somebody_attends_to_them(
     assert _ring(_graph(kind), 4) == RingSplit(hops, swapped, causal)
 
 
-@pytest.mark.parametrize("kind", ["floats", "others", "dropout"])
+@pytest.mark.parametrize("kind", ["floats", "others", "halves", "dropout"])
 def test_what_is_not_shown_is_left(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that are added up, keys of other rows, draws."""
+    """Scores that are added up, keys of other rows, rows of several blocks, draws."""
     monkeypatch.setattr(rings, "RING_PRICE", 1e-9)
     assert _ring(_graph(kind), 4) is None
 
