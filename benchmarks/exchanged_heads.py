@@ -1,7 +1,7 @@
-"""Steps of a causal model whose ranks exchange heads, beside steps whose keys are gathered.
+"""Steps of a causal model whose ranks exchange heads, or pass keys around, or gather them.
 
-Llama over ranks of cp on one long text a step. The two train in turns within the same processes, so
-that both meet what else the machine does: medians of the slowest rank's steps, and of what each
+Llama over ranks of cp on one long text a step. The three train in turns within the same processes,
+so that all meet what else the machine does: medians of the slowest rank's steps, and of what each
 rank takes of the CPU, which other programs change less.
 """
 
@@ -23,10 +23,10 @@ import merakc
 from benchmarks.harness import rich_table
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.passes.sharding.sequences import heads
+from merakc.passes.sharding.sequences import heads, rings
 
-# What exchanged bytes count beside gathered ones, so that all, or none, are exchanged.
-PRICES = {"gathered": 1e9, "exchanged": 1e-3}
+# What exchanged bytes count beside gathered ones, and rings beside others, so that all are the one.
+PRICES = {"gathered": (1e9, 1e9), "exchanged": (1e-3, 1e9), "passed around": (1e9, 1e-9)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def measure(sizes: Sizes, ranks: int) -> dict[str, list[Step]]:
     ids = torch.randint(512, (1, sizes.tokens), generator=torch.Generator().manual_seed(0))
     batch, models = {"input_ids": ids, "labels": ids}, dict[str, Any]()
     for kind, price in PRICES.items():
-        heads.EXCHANGE_PRICE = price
+        heads.EXCHANGE_PRICE, rings.RING_PRICE = price
         models[kind] = merakc.auto_parallel(
             _model(sizes), batch, dp=1, pp=1, cp=ranks, micro_batches=1, recompute="none",
             cluster=NOMINAL_CPU,

@@ -7,6 +7,9 @@ that is torch's flash attention where its conditions hold, on CUDA whichever ker
 Legend of shapes: b batch, h query heads, g key heads (h is a multiple of g), s query length,
 t key length, d head dim of queries and keys, e head dim of values.
 
+Graphs may say `within` what a mask lets rows see at most: (a, b), that row i sees none of the
+columns but i - a..i + b. That changes nothing here; passes know by it what need not travel.
+
 Layouts, the same for every kernel, because tracing turns them into view or reshape: `out` and the
 three gradients lie in memory as [b, s, h, d] and are seen as [b, h, s, d]; `logsumexp` lies as
 [b, s, h] and is seen as [b, h, s].
@@ -166,7 +169,7 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.causal, ctx.scale, ctx.start, sink = inputs
+    q, k, v, mask, ctx.causal, ctx.scale, ctx.start, sink, _ = inputs
     ctx.save_for_backward(q, k, v, mask, *output, sink)
     ctx.mark_non_differentiable(output[1])
 
@@ -177,13 +180,13 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None
         grad_out, q, k, v, out, logsumexp, mask, ctx.causal, ctx.scale, ctx.start
     )
     own = None if sink is None else sink_gradient(grad_out, out, logsumexp, sink)
-    return *grads, None, None, None, None, own
+    return *grads, None, None, None, None, own, None
 
 
 torch.library.define(
     "merakc::attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale, int start=0,"
-    " Tensor? sink=None) -> (Tensor out, Tensor logsumexp)",
+    " Tensor? sink=None, int[] within=[]) -> (Tensor out, Tensor logsumexp)",
 )
 torch.library.define(
     "merakc::attention_backward",

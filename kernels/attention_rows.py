@@ -14,7 +14,7 @@ Legend of shapes as in `merakc.kernels.attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,10 +40,10 @@ def forward_of(kernel: Forward) -> Forward:
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float,
-        start: int = 0, sink: Tensor | None = None,
+        start: int = 0, sink: Tensor | None = None, within: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if sink is not None:
-            return _with_sink(*forward(q, k, v, mask, causal, scale, start), sink)
+            return with_sink(*forward(q, k, v, mask, causal, scale, start), sink)
         if not start or not causal:
             return kernel(q, k, v, mask, causal, scale)
         parts = [kernel(q, *block, scale) for block in _blocks(q, k, v, mask, start)]
@@ -75,7 +75,8 @@ def backward_of(kernel: Backward) -> Backward:
     return backward
 
 
-def _with_sink(out: Tensor, logsumexp: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+def with_sink(out: Tensor, logsumexp: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of results, with one more score to each row's softmax; and its logsumexp."""
     own = sink.to(logsumexp.dtype).unsqueeze(-1)  # [h, 1]
     left = torch.sigmoid(logsumexp - own).unsqueeze(-1)
     return to_bshd(out * left, out.dtype), to_bsh(torch.logaddexp(logsumexp, own))

@@ -25,6 +25,8 @@ from merakc.kernels import (
     vocabulary,
 )
 from merakc.kernels.bindings import BINDINGS
+from merakc.kernels.ring import attention as ring
+from merakc.kernels.ring import swap
 
 
 def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -51,6 +53,7 @@ STARTS: Mapping[str, str] = {
     "merakc.dispatch.default": "start.dispatch",
     "merakc.combine.default": "start.combine",
     "merakc.exchange.default": "start.exchange",
+    "merakc.swap.default": "start.swap",
 }
 STARTED: Mapping[str, str] = {start: op for op, start in STARTS.items()}
 WAIT = "wait.default"
@@ -67,6 +70,7 @@ _HALVES: Mapping[str, Callable[..., Any]] = {
     "start.dispatch": experts.start_dispatch,
     "start.combine": experts.start_combine,
     "start.exchange": exchange.start_exchange,
+    "start.swap": swap.start_swap,
     WAIT: collectives.wait,
     OUT: host.start_out,
     GONE: host.moved_out,
@@ -102,7 +106,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 # imported for the ops that they register
 REGISTERED = (
     attention, buffers, checks, collectives, draws, exchange, experts, gemm, host, opaque,
-    products, scores,
+    products, ring, scores, swap,
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from benchmarks.reports import told_run
 from benchmarks.zoo_models import ZOO
 from merakc.errors import MerakError
 from merakc.ir.program import Mesh
-from merakc.passes.sharding.sequences import heads
+from merakc.passes.sharding.sequences import heads, rings
 
 # (dp, tp, pp)
 LAYOUTS = "1,1,1;2,1,1;1,2,1;1,1,2;1,1,4;2,2,1;1,2,2;2,1,2;2,2,2"
@@ -186,10 +186,14 @@ def main(
         float,
         typer.Option(help="Of cp: what bytes exchanged for heads count, beside those gathered."),
     ] = heads.EXCHANGE_PRICE,
+    ring_price: Annotated[
+        float,
+        typer.Option(help="Of cp: what passing keys around counts, beside other forms."),
+    ] = rings.RING_PRICE,
 ) -> None:
     """Compares layouts with one process; exits with 1 where a bound is exceeded."""
     start_s = time.perf_counter()
-    heads.EXCHANGE_PRICE = exchange_price
+    heads.EXCHANGE_PRICE, rings.RING_PRICE = exchange_price, ring_price
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     chosen = [_parse_layout(text) for text in layouts.split(";")]

@@ -11,6 +11,7 @@ from merakc.analysis.overwrites import overwrites
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels import scores
 from merakc.kernels.ops import OUT
+from merakc.kernels.ring import attention as ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,12 @@ def owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Re
 
 def working_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     """What a call takes while it runs, and neither reads nor gives."""
+    if node.op in ring.PLACES:
+        at = ring.PLACES[node.op]
+        query, *block = (specs[ref] for ref in node.args[at : at + 3])
+        shapes = [spec.shape for spec in (query, *block)]
+        hops = len(node.args[-3])
+        return ring.working_bytes(shapes, query.dtype, hops, backward=at > 0)
     place = scores.PLACES.get(node.op)
     if place is None:
         return 0

@@ -28,6 +28,7 @@ from merakc.costs.fabric import (
     all_reduce_seconds,
     axis_group,
     hardware_fabric,
+    swap_seconds,
 )
 from merakc.costs.work.kernels import Kernel, KernelKind, Work
 from merakc.kernels.collectives import AXES
@@ -153,6 +154,8 @@ def collective_seconds(kernel: Kernel, place: Place) -> float:
     group, fabric = place.group(kernel.axis), place.fabric
     if "all_reduce" in kernel.op:
         return all_reduce_seconds(kernel.traffic_bytes, group, fabric)
+    if "swap" in kernel.op:
+        return swap_seconds(kernel.traffic_bytes / fabric.gather_share, group, fabric)
     return all_gather_seconds(kernel.traffic_bytes / fabric.gather_share, group, fabric)
 
 

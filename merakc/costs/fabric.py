@@ -10,7 +10,7 @@ node.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from merakc.machines.cluster import Hardware
 from merakc.machines.links import Link
@@ -124,6 +124,20 @@ def all_reduce_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float
     latency_s = inside * fabric.local_latency_s + between * fabric.network_latency_s
     tree_s = 2 * (latency_s + size_bytes / _link(group, fabric).bytes_per_s)
     return min(2 * all_gather_seconds(size_bytes, group, fabric), tree_s)
+
+
+def swap_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
+    """Messages of so many bytes between the ranks of a group that are as far from its ends: of
+    several nodes, all of them leave their node.
+    """
+    if group.size == 1:
+        return 0.0
+    apart = (
+        group
+        if group.is_local
+        else replace(group, groups_per_node=group.groups_per_node * group.per_node)
+    )
+    return _link(apart, fabric).seconds(size_bytes)
 
 
 def _link(group: Group, fabric: Fabric) -> Link:

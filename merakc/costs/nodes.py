@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from merakc.costs.device import (
     Place,
@@ -23,8 +23,13 @@ from merakc.costs.work.kernels import KernelKind, collective_kernel, node_kernel
 from merakc.ir.costs import GraphCollective, GraphCollectives
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.ir.program import ActionKind, StageGraphs
+from merakc.kernels.attention_formulas import lse_dtype
 from merakc.kernels.ops import BACK, GONE, OUT, STARTED, WAIT
+from merakc.kernels.ring.attention import PLACES as RINGS
 
+# The calls that are launched for a block that is passed on: a kernel, what adds its result to those
+# of others, copies, and the send.
+RING_CALLS = 8
 Specs = Mapping[Ref, TensorSpec]
 
 
@@ -101,6 +106,8 @@ def pipelined(node: Node, specs: Specs, place: Place, factor: float = 1.0) -> Pi
     the link of its own, and reads the weights; where the parts are none of consecutive rows, torch
     puts them in order first. Products take `factor` times what formulas say.
     """
+    if node.op in RINGS:
+        return _passed_around(node, specs, place, factor)
     *_, dim, sizes, _ = node.args
     parts = len(sizes) if place.symmetric_memory else 1
     wire_s = link_seconds(node, specs, place)
@@ -111,6 +118,29 @@ def pipelined(node: Node, specs: Specs, place: Place, factor: float = 1.0) -> Pi
     product_s, host_s = factor * product_s, factor * parts * place.device.launch_s
     hidden_s = min(product_s, wire_s) * (1 - 1 / parts)
     return Pipelined(product_s + wire_s - hidden_s, host_s, wire_s - hidden_s, hidden_s)
+
+
+def _passed_around(node: Node, specs: Specs, place: Place, factor: float) -> Pipelined:
+    """The same, of an attention to which keys and values are passed around: a block is under way
+    while another is attended to, and its result is added to that of the others.
+    """
+    hops, at, device = len(node.args[-3]), RINGS[node.op], place.device
+    result = specs[node.args[at]]
+    joined_bytes = 3 * hops * result.numel * lse_dtype(result.dtype).itemsize
+    product_s = product_seconds(node, specs, place) + traffic_seconds(joined_bytes, device)
+    product_s, wire_s = factor * product_s, link_seconds(node, specs, place)
+    hidden_s = min(product_s, wire_s) * (1 - 1 / hops)
+    host_s = factor * hops * RING_CALLS * device.launch_s
+    return Pipelined(product_s + wire_s - hidden_s, host_s, wire_s - hidden_s, hidden_s)
+
+
+def ring_backward(node: Node, specs: Specs) -> Node:
+    """The backward of an attention to which keys and values are passed around."""
+    q, k, v, mask, causal, scale, _, *ring = node.args
+    out, logsumexp = node.made
+    args = (out, q, k, v, out, logsumexp, mask, causal, scale, *ring)
+    outputs = specs[q], specs[k], specs[v]
+    return replace(node, op="merakc.ring_attention_backward.default", args=args, outputs=outputs)
 
 
 def product_seconds(node: Node, specs: Specs, place: Place, parts: int = 1) -> float:
@@ -234,7 +264,7 @@ def _beside(walk: _Walk, node: Node, own: Pipelined) -> None:
 
 _SENT_AS = {
     "gather_to": "all_gather", "dispatch": "all_to_all", "combine": "all_to_all",
-    "exchange": "all_to_all",
+    "exchange": "all_to_all", "swap": "all_to_all",
 }  # fmt: skip
 
 

@@ -288,7 +288,8 @@ class Report:
     `nodes` are those that take longest, of `node_count` kinds. `machines` is what the cluster was
     asked for by: a preset, or a path. `collectives` counts the tp collectives of one micro-batch,
     forward and backward; `exchanged` those calls, by "module at line", that have parts of heads
-    where others have parts of a sequence; `cut` says how the stages were found.
+    where others have parts of a sequence, `rings` those to which keys and values are passed around;
+    `cut` says how the stages were found.
     """
 
     cluster: str
@@ -307,6 +308,7 @@ class Report:
     head: HeadTimes | None = None
     collectives: dict[str, int] = field(default_factory=dict)
     exchanged: dict[str, int] = field(default_factory=dict)
+    rings: dict[str, int] = field(default_factory=dict)
     cut: CutReport | None = None
 
     @property

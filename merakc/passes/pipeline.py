@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from merakc.costs.device import place_on
-from merakc.costs.work.flops import PIPELINED
+from merakc.costs.work.flops import PRODUCTS
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind, Mesh, Program, StageGraphs
@@ -115,7 +115,7 @@ def _fuse(local: Graph, at: StageOptions) -> Graph:
 
 
 def _chunk_rows(local: Graph, at: StageOptions) -> Graph:
-    chunks, fused = at.plan.row_chunks, any(n.op in PIPELINED for n in local.nodes)
+    chunks, fused = at.plan.row_chunks, any(n.op in PRODUCTS for n in local.nodes)
     if not (chunks and at.train) or at.in_parts is not None or fused:
         return local
     return chunk_rows(local, chunks, at.others())

@@ -18,7 +18,7 @@ from merakc.costs.ranks import (
 )
 from merakc.costs.work.kernels import Work, graph_work
 from merakc.ir.costs import StageCost
-from merakc.ir.graph import Graph, InputKind, Ref
+from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.ir.program import ActionKind
 from merakc.ir.report import (
     Alternatives,
@@ -30,6 +30,7 @@ from merakc.ir.report import (
     StageTimes,
     Verdict,
 )
+from merakc.kernels.ring.attention import RING
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs, predict, tied_bytes
 from merakc.machines.cluster import Cluster, Factors
@@ -89,6 +90,7 @@ def make_report(
         head=_head_times(lowered, cluster, costs, simulation),
         collectives=tp_collectives(lowered),
         exchanged=exchanged_heads(lowered),
+        rings=rings(lowered),
         cut=lowered.cut,
     )
 
@@ -103,7 +105,9 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
         ops.update(node.op for node in graph.nodes)
         back.update(node.op for node in graph.nodes if not grads.isdisjoint(node.outs))
     scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
-    exchanges = ("merakc.dispatch.default", "merakc.combine.default", "merakc.exchange.default")
+    exchanges = tuple(
+        f"merakc.{name}.default" for name in ("dispatch", "combine", "exchange", "swap")
+    )
     found = {
         "forward all-reduce": ops["merakc.all_reduce.default"],
         "backward all-reduce": back["merakc.copy_to.default"],
@@ -114,6 +118,8 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
         + back["merakc.scatter.default"],
         "forward all-to-all": sum(ops[op] for op in exchanges),
         "backward all-to-all": sum(back[op] for op in exchanges),
+        "forward ring": ops[RING],
+        "backward ring": back[RING],
         "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
     }
     return {name: number for name, number in found.items() if number or "all-reduce" in name}
@@ -121,7 +127,15 @@ def tp_collectives(lowered: Lowered) -> dict[str, int]:
 
 def exchanged_heads(lowered: Lowered) -> dict[str, int]:
     """The calls for which sequences are exchanged for heads, how many of each module and line."""
-    nodes = lowered.stages.sharding.exchanged(lowered.loss.graph)
+    return _calls(lowered.stages.sharding.exchanged(lowered.loss.graph))
+
+
+def rings(lowered: Lowered) -> dict[str, int]:
+    """The calls to which keys and values are passed around, how many of each module and line."""
+    return _calls(lowered.stages.sharding.rings(lowered.loss.graph))
+
+
+def _calls(nodes: Iterable[Node]) -> dict[str, int]:
     return dict(Counter(f"{name_pattern(node.module)} at {node.source}" for node in nodes))
 
 

@@ -74,7 +74,11 @@ def plan_sections(file: PlanFile) -> list[Section]:
     if file.report and file.report.collectives:
         found.append(_collectives(plan, file.report.collectives))
     if file.report and file.report.exchanged:
-        found.append(_exchanged(file.report.exchanged))
+        title = "Sequences exchanged for heads: calls on all of a sequence, with parts of the heads"
+        found.append(_calls(title, file.report.exchanged))
+    if file.report and file.report.rings:
+        title = "Keys and values passed around: calls on blocks of a sequence, one after the other"
+        found.append(_calls(title, file.report.rings))
     if plan.whole_ops:
         found.append(_whole_ops(plan.whole_ops))
     if plan.head is not None:
@@ -222,9 +226,8 @@ def _collectives(plan: Plan, collectives: Mapping[str, int]) -> Section:
     )
 
 
-def _exchanged(calls: Mapping[str, int]) -> Section:
+def _calls(title: str, calls: Mapping[str, int]) -> Section:
     rows = [(*call.split(" at ", 1), str(count)) for call, count in calls.items()]
-    title = "Sequences exchanged for heads: calls on all of a sequence, with parts of the heads"
     return Section(title, {"module": False, "at": False, "calls": True}, rows)
 
 

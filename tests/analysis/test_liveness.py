@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merakc.analysis.liveness import live_bytes
+from merakc.analysis.liveness import live_bytes, working_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
 VIEW, CALL = "aten.alias.default", "aten.maximum.default"
@@ -54,3 +54,11 @@ def counted(graph: Graph) -> tuple[int, int]:
 def test_live_ranges_equal_a_brute_count(graph: Graph) -> None:
     found = live_bytes(graph)
     assert (found.peak_bytes, found.kept_bytes) == counted(graph)
+
+
+def test_a_ring_takes_two_blocks_while_it_runs() -> None:
+    half = TensorSpec((1, 2, 4, 8), torch.bfloat16)
+    args = (*map(Ref, "qkv"), None, True, 1.0, None, "cp", (4,) * 8, (*range(8),), True, 0)
+    node = Node("y", "merakc.ring_attention.default", args, (), (half, half))
+    specs = dict.fromkeys(map(Ref, "qkv"), half)
+    assert working_bytes(node, specs) == 2 * 2 * half.size_bytes + 3 * half.size_bytes

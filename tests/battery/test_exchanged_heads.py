@@ -15,7 +15,7 @@ import merakc
 from benchmarks.ranks import run_ranks
 from merakc.kernels import collectives
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.passes.sharding.sequences import heads
+from merakc.passes.sharding.sequences import heads, rings
 
 WIDTH, WORDS = 24, 11
 HEADS, SHARED = (8, 4, 4, 4), (2, 4, 4, 4)  # of queries and of keys
@@ -72,7 +72,7 @@ Found = tuple[list[float], dict[str, Tensor], int]
 
 def _train(layout: dict[str, Any], price: float, lengths: list[tuple[int, int]]) -> Found:
     """Losses, weights behind the steps, and how many exchanges there were."""
-    heads.EXCHANGE_PRICE = price
+    heads.EXCHANGE_PRICE, rings.RING_PRICE = price, 1e9
     draw = torch.Generator().manual_seed(1)
     batches = [tuple(torch.randint(WORDS, (2, n), generator=draw) for n in s) for s in lengths]
     layout = {"dp": 1, "pp": 1, "micro_batches": 1, **layout}

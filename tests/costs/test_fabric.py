@@ -16,6 +16,7 @@ from merakc.costs.fabric import (
     hardware_fabric,
     message_seconds,
     shard_group,
+    swap_seconds,
 )
 from merakc.machines.cluster import Device, Factors, Hardware, Nodes
 from merakc.machines.links import Level
@@ -105,3 +106,11 @@ def test_measured_steps_correct_links() -> None:
     flat = replace(HARDWARE.flat("float32"), hardware=slow).joining(32)
     assert flat.link_latency_s == 2 * HARDWARE.flat("float32").joining(32).link_latency_s
     assert flat.link_bytes_per_s == HARDWARE.flat("float32").joining(32).link_bytes_per_s / 2
+
+
+def test_swaps_between_nodes_leave_them_all_at_once() -> None:
+    inside, across = axis_group(4, 1, FABRIC), axis_group(16, 1, FABRIC)
+    assert swap_seconds(1e9, inside, FABRIC) == pytest.approx(1e-6 + 1e9 / 100e9)
+    assert swap_seconds(1e9, across, FABRIC) == pytest.approx(1e-5 + 8e9 / 40e9)
+    assert swap_seconds(1e9, axis_group(16, 8, FABRIC), FABRIC) == pytest.approx(1e-5 + 8e9 / 40e9)
+    assert swap_seconds(1e9, axis_group(1, 1, FABRIC), FABRIC) == 0

@@ -250,6 +250,25 @@ def test_of_one_beside_products_the_rank_waits_for_what_they_do_not_hide(scatter
     assert [found.start, found.end, found.wait_start, found.wait_end] == pytest.approx(spans)
 
 
+@pytest.mark.parametrize(("rate", "hidden"), [(1e5, 0.75), (1e12, 0.0)])
+def test_of_a_ring_products_hide_all_but_the_first_block(rate: float, hidden: float) -> None:
+    """Where they take longer; where they take no time, nothing is hidden."""
+    part = TensorSpec((1, 2, 4, 8), torch.float32)
+    ring = ("tp", (4,) * 4, (0, 1, 2, 3), False, 0)
+    args = (*map(Ref, "qkv"), None, False, 1.0, None, *ring)
+    made = Node("y", "merakc.ring_attention.default", args, (), (part, part))
+    cluster = Cluster("test", rate, 1e12, 0.0, 1, 0.0, 1e5)
+    place, specs = place_on(cluster, 4), dict.fromkeys(map(Ref, "qkv"), part)
+    found = pipelined(made, specs, place)
+    assert found.wire_s == pytest.approx(link_seconds(made, specs, place))
+    # Three blocks of keys and values leave a rank.
+    assert found.wire_s == pytest.approx(3 * 2 * part.size_bytes / 1e5)
+    assert found.hidden_s / found.wire_s == pytest.approx(hidden, abs=1e-3)
+    inputs = tuple(Input(name, InputKind.BATCH, part) for name in "qkv")
+    (noted,) = graph_collectives(Graph(inputs, (made,), ()), place)
+    assert (noted.op, noted.axis) == ("all_to_all", "tp")
+
+
 def test_a_chunk_has_those_of_each_of_its_graphs() -> None:
     one = Graph((X,), (summed("s"),), ())
     none = Graph((X,), (node(NEG),), ())

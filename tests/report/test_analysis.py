@@ -18,12 +18,14 @@ from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
 from merakc.machines.cluster_files import preset
 from merakc.passes.sharding.sequences import heads
+from merakc.passes.sharding.sequences import rings as sequence_rings
 from merakc.report.analysis import (
     batch_tokens,
     exchanged_heads,
     main_dtype,
     make_report,
     peak_rate,
+    rings,
     tp_collectives,
 )
 from tests.machines.bare import bare
@@ -187,6 +189,7 @@ def test_exchanges_are_counted_with_the_calls_that_they_are_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heads, "EXCHANGE_PRICE", 1.01e-3)
+    monkeypatch.setattr(sequence_rings, "RING_PRICE", 1e9)
     told = lowered.__wrapped__(Mesh(cp=2))
     calls, collectives = exchanged_heads(told), tp_collectives(told)
     (module,) = {call.split(" at ")[0] for call in calls}
@@ -195,3 +198,16 @@ def test_exchanges_are_counted_with_the_calls_that_they_are_for(
     assert collectives["forward all-to-all"] == collectives["backward all-to-all"] >= 2 * layers
     assert "forward all-gather" not in collectives
     assert exchanged_heads(lowered(Mesh(tp=2))) == {}
+
+
+def test_rings_are_counted_with_the_calls_that_they_are_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sequence_rings, "RING_PRICE", 1.01e-9)
+    told = lowered.__wrapped__(Mesh(cp=2))
+    calls, collectives = rings(told), tp_collectives(told)
+    assert {call.split(" at ")[0] for call in calls} == {"transformer.h.*.attn"}
+    (layers,) = calls.values()
+    assert collectives["forward ring"] == collectives["backward ring"] == layers
+    assert collectives["forward all-to-all"] >= 4 * layers  # rows swapped, and back
+    assert rings(lowered(Mesh(tp=2))) == {}

@@ -11,7 +11,7 @@ from tests.report.test_text import CUT, tiny_file, tiny_plan
 
 def test_rows_have_a_cell_for_each_column() -> None:
     calls = {"layers.*.attn at model.py:7": 3}
-    told = replace(report(), collectives={"all_reduce": 16}, exchanged=calls, cut=CUT)
+    told = replace(report(), collectives={"all_reduce": 16}, exchanged=calls, rings=calls, cut=CUT)
     sections = plan_sections(replace(tiny_file(), report=told))
     assert [s.title for s in sections] == [
         "Stages",
@@ -19,12 +19,13 @@ def test_rows_have_a_cell_for_each_column() -> None:
         "Parameters held by several stages",
         "tp collectives of a micro-batch",
         "Sequences exchanged for heads: calls on all of a sequence, with parts of the heads",
+        "Keys and values passed around: calls on blocks of a sequence, one after the other",
         "Cut into 2 stages (load 1 is even)",
     ]
     for section in sections:
         assert section.rows
         assert {len(row) for row in section.rows} == {len(section.columns)}
-    assert sections[4].rows == [("layers.*.attn", "model.py:7", "3")]
+    assert sections[4].rows == sections[5].rows == [("layers.*.attn", "model.py:7", "3")]
 
 
 def test_what_is_not_split_or_cut_is_not_told() -> None:

@@ -11,19 +11,23 @@ from torch.utils.flop_counter import flop_registry
 
 from merakc.analysis.aliases import FREE
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.attention_formulas import lse_dtype
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
+from merakc.kernels.ring.attention import PLACES as RINGS
+from merakc.kernels.ring.swap import SWAP
 from merakc.kernels.scores import PLACES as SCORES
 
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default",
                "merakc.dispatch.default", "merakc.combine.default",
-               "merakc.exchange.default")  # fmt: skip
+               "merakc.exchange.default", SWAP)  # fmt: skip
 # Products and a collective in one node (`merakc.kernels.products`), by what the collective is.
-PIPELINED = {
+PRODUCTS = {
     "merakc.gather_matmul.default": "merakc.gather_to.default",
     "merakc.matmul_scatter.default": "merakc.reduce_scatter.default",
 }
+PIPELINED = {**PRODUCTS, **dict.fromkeys(RINGS, "merakc.exchange.default")}
 
 
 def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
@@ -50,6 +54,8 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
         return 4 * _pairs(*(specs[ref] for ref in node.args[:2]), causal=_causal(node, 4))
     if op == "merakc.attention_backward.default":
         return 10 * _pairs(*(specs[ref] for ref in node.args[1:3]), causal=_causal(node, 7))
+    if op in RINGS:
+        return (10 if RINGS[op] else 4) * _ring_pairs(node, specs)
     if op == OPAQUE:
         return find(node.args[-1]).flops
     if op == OPAQUE_BACKWARD:  # its forward again, and twice as much
@@ -79,6 +85,39 @@ def _pairs(query: TensorSpec, key: TensorSpec, *, causal: bool) -> int:
     rows, keys = query.shape[-2], key.shape[-2]
     whole = query.numel * keys
     return whole * (2 * keys - rows) // keys if causal and 0 < rows < keys else whole
+
+
+def _ring_pairs(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """The same, of an attention to which keys and values are passed around."""
+    *_, rows, hops, swapped, _ = node.args
+    at = RINGS[node.op]
+    mask, causal = node.args[at + 3 : at + 5] if not at else node.args[6:8]
+    blocks = ring_blocks(
+        len(rows), len(hops), masked=mask is not None, causal=causal, swapped=swapped
+    )
+    return int(specs[node.args[at]].numel * sum(rows) * blocks / len(rows))
+
+
+def ring_blocks(ranks: int, hops: int, *, masked: bool, causal: bool, swapped: bool) -> float:
+    """How many blocks of keys the slowest of the ranks attends to, counted as above: causal rows
+    as if there were no mask, where they are not a part of a sequence.
+    """
+    if masked or not causal:
+        return (ranks + 1) / 2 if swapped else hops
+    return ranks if swapped else 2 * ranks - 1
+
+
+def ring_sent(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """The bytes that a rank sends: of blocks of keys and values, and, backward, of the sums of
+    their gradients, which go home at last.
+    """
+    at, hops = RINGS[node.op], len(node.args[-3])
+    key, value = (specs[ref] for ref in node.args[at + 1 : at + 3])
+    sent = (hops - 1) * (key.size_bytes + value.size_bytes)
+    if at:
+        wide = lse_dtype(key.dtype).itemsize
+        sent += (hops if node.args[-3][-1] else 0) * (key.numel + value.numel) * wide
+    return sent
 
 
 @lru_cache(maxsize=4096)
@@ -118,6 +157,11 @@ def wire_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
         rows, dim = specs[node.args[0]], int(node.args[4])
         others = node.spec.numel // max(node.spec.shape[dim], 1)
         return others * rows.shape[dim] * node.spec.dtype.itemsize
+    if node.op in RINGS:  # as of a gather, of which a rank sends all but its own part
+        ranks = len(node.args[-4])
+        return ring_sent(node, specs) * ranks // max(ranks - 1, 1)
+    if node.op == SWAP:
+        return specs[node.args[0]].size_bytes // 2
     sizes = [specs[r].size_bytes for r in node.refs]
     return max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
 

@@ -22,6 +22,8 @@ from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.collectives import AXES
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.ops import BACK, OUT, REST
+from merakc.kernels.ring.attention import PLACES as RINGS
+from merakc.kernels.ring.swap import SWAP
 from merakc.kernels.scores import PLACES as SCORES
 
 
@@ -74,6 +76,7 @@ CONJUGATE = {
     "merakc.dispatch.default": "merakc.combine.default",
     "merakc.combine.default": "merakc.dispatch.default",
     "merakc.exchange.default": "merakc.exchange.default",
+    SWAP: SWAP,
 }
 # Losses and tables in several steps: how often they move their largest tensor, forward and
 # backward. A cross-entropy reads the logits for the maximum, for the exponentials and their sum,
@@ -321,7 +324,7 @@ class _Reader:
     def _collective(self, node: Node, op: str) -> Kernel:
         sizes = [self.specs[r].size_bytes for r in node.refs if r not in self.parameters]
         size = max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
-        return collective_kernel(node, op, size)
+        return collective_kernel(node, op, size // 2 if op == SWAP else size)
 
     def _is_plain(self, node: Node) -> bool:
         """Whether a node does no more than move its tensors."""
@@ -366,6 +369,9 @@ def _passed(node: Node, specs: Mapping[Ref, TensorSpec], passes: int) -> int:
 def _shape(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[int, int, int, int]:
     """Batch, m, n, k of a product."""
     op = TORCHS.get(node.op, node.op)
+    if op in RINGS:
+        b, h, m, d = specs[node.args[RINGS[op]]].shape
+        return b * h, m, d, sum(node.args[-4])
     if op in ("merakc.attention.default", "merakc.attention_backward.default"):
         first, second = node.args[:2] if op == "merakc.attention.default" else node.args[1:3]
         b, h, m, d = specs[first].shape

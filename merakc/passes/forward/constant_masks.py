@@ -15,15 +15,16 @@ import torch
 from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.kernels.ops import resolve_op
 from merakc.passes.forward.fixed_values import MOST_ELEMENTS, FixedValues, tags
-from merakc.passes.forward.mask_intervals import RunReader
+from merakc.passes.forward.mask_intervals import AND, RunReader, Runs
 
 ATTENTION = "merakc.attention.default"
-MASK, CAUSAL = 3, 4  # places among its arguments
+MASK, CAUSAL, WITHIN = 3, 4, 8  # places among its arguments
 EXPAND, UNSQUEEZE = "aten.expand.default", "aten.unsqueeze.default"
 
 
 def with_known_masks(graph: Graph) -> Graph:
-    """The same function, whose attentions are told of masks that are causal, or that hide nothing.
+    """The same function, whose attentions are told of masks that are causal, or that hide nothing,
+    and of others how far rows see at most.
 
     A mask of floats is causal where it is 0 for what is seen and so low elsewhere that nothing of
     it is left.
@@ -43,8 +44,13 @@ def with_known_masks(graph: Graph) -> Graph:
                 causal = node.args[CAUSAL] or told[mask] == "causal"
                 args = (*node.args[:MASK], None, causal, *node.args[CAUSAL + 1 :])
                 node = replace(node, args=args)
+            elif (within := masks.within(mask)) and len(node.args) < WITHIN and not node.kwargs:
+                rest = (0, None)[len(node.args) - WITHIN :]  # no start, no sink
+                node = replace(node, args=(*node.args, *rest, within))
         nodes.append(node)
-    return replace(graph, nodes=tuple(nodes)).pruned() if any(told.values()) else graph
+    if not any(told.values()):
+        return graph.with_nodes(nodes) if tuple(nodes) != graph.nodes else graph
+    return replace(graph, nodes=tuple(nodes)).pruned()
 
 
 class _Masks:
@@ -55,21 +61,57 @@ class _Masks:
         self.nodes = self.fixed.nodes
         self.runs = RunReader(self.nodes, self.specs, self.fixed.whole, _is_spread)
 
+    def within(self, mask: Ref) -> tuple[int, int] | None:
+        """How many columns before it a row sees at most, and how many behind, where there are as
+        many of both; None where nothing is known of it.
+        """
+        shape, runs = self.specs[mask].shape, self.bound(mask)
+        if runs is None or shape[-2:] != (runs.columns, runs.columns):
+            return None
+        rows = torch.arange(runs.columns)
+        starts, ends = (x.expand(runs.columns) for x in (runs.starts, runs.ends))
+        sees = starts < ends
+        before, behind = (rows - starts)[sees], (ends - 1 - rows)[sees]
+        if not len(before):
+            return 0, 0
+        return max(int(before.max()), 0), max(int(behind.max()), 0)
+
+    def bound(self, mask: Ref) -> Runs | None:
+        """What each row sees at most: of what is seen where several masks see it, what those do
+        that follow from constants.
+        """
+        node, spec = self.nodes.get(mask.node), self.specs[mask]
+        if mask.node in self.fixed.names:
+            return self.runs.seen(mask) if self._is_one(mask) else None
+        if node is None or spec.dtype != torch.bool or not _is_spread(node):
+            return None
+        if node.op not in (EXPAND, UNSQUEEZE) and node.op.split(".")[1] not in AND:
+            return None
+        found: Runs | None = None
+        for ref in node.refs:
+            if self.specs[ref].shape[-1:] == spec.shape[-1:] and (own := self.bound(ref)):
+                found = own if found is None else found.both(own)
+        return found
+
+    def _is_one(self, mask: Ref) -> bool:
+        """Whether the mask has rows and columns, and is the same along all other dims."""
+        shape = self.specs[mask].shape
+        if len(shape) < 2 or 0 in shape:
+            return False
+        return all(self._is_alike(mask, dim) for dim, n in enumerate(shape[:-2]) if n > 1)
+
     def kind(self, mask: Ref) -> str:
         """What a mask is: "causal", "none" where all is seen, "" for any other."""
-        shape = self.specs[mask].shape
-        if mask.node not in self.fixed.names or len(shape) < 2 or 0 in shape:
+        if mask.node not in self.fixed.names or not self._is_one(mask):
             return ""
-        *outer, rows, columns = shape
-        if any(not self._is_alike(mask, dim) for dim, size in enumerate(outer) if size > 1):
-            return ""
+        rows, columns = self.specs[mask].shape[-2:]
         runs = self.runs.seen(mask)
         if runs is not None:
             return runs.kind(rows)
         height = max(1, min(rows, MOST_ELEMENTS // columns))
         kinds = {"causal", "none"}
         for first in range(0, rows, height):
-            own = self._block(mask, len(shape), first, min(first + height, rows))
+            own = self._block(mask, len(self.specs[mask].shape), first, min(first + height, rows))
             if own is None:
                 return ""
             seen = _seen(own.reshape(-1, columns))

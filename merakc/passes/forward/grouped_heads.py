@@ -11,8 +11,12 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.kernels.ring.attention import RING
+from merakc.kernels.ring.swap import SWAP
 
 ATTENTION = "merakc.attention.default"
+ATTENTIONS = frozenset({ATTENTION, RING})
+BEFORE = ".shared"  # ends the names of swaps of rows that stand before what repeats heads
 HEADS_DIM = 1
 VIEWS = frozenset({"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default"})
 SAME = frozenset({"aten.alias.default", "aten.contiguous.default", "aten.clone.default"})
@@ -20,13 +24,26 @@ SAME = frozenset({"aten.alias.default", "aten.contiguous.default", "aten.clone.d
 
 def with_grouped_heads(graph: Graph) -> Graph:
     """The same function, with attentions that read what was repeated as it was before."""
-    makers, specs = {n.name: n for n in graph.nodes}, graph.specs()
-    grads = graph.grad_values()
-    nodes = tuple(
-        _grouped(node, makers, specs, grads) if node.op == ATTENTION else node
-        for node in graph.nodes
-    )
-    return graph if nodes == graph.nodes else replace(graph, nodes=nodes).pruned()
+    makers, specs = {n.name: n for n in graph.nodes}, dict(graph.specs())
+    grads, nodes = set(graph.grad_values()), list[Node]()
+    for node in graph.nodes:
+        if node.op == SWAP and (source := _before(node.args[0], makers, specs)) is not None:
+            nodes.append(_swapped(node, source, specs))
+            own = Ref(nodes[-1].name)
+            makers[own.node], specs[own] = nodes[-1], nodes[-1].spec
+            if source in grads:
+                grads.add(own)
+        nodes.append(_grouped(node, makers, specs, grads) if node.op in ATTENTIONS else node)
+    found = tuple(nodes)
+    return graph if found == graph.nodes else replace(graph, nodes=found).pruned()
+
+
+def _swapped(node: Node, source: Ref, specs: Mapping[Ref, TensorSpec]) -> Node:
+    """The swap of what was repeated, in the place of one of what it was repeated to."""
+    batch, heads, _, width = specs[source].shape
+    spec = TensorSpec((batch, heads, node.spec.shape[2], width), node.spec.dtype)
+    args = (source, *node.args[1:])
+    return replace(node, name=f"{node.name}{BEFORE}", args=args, outputs=(spec,))
 
 
 def _grouped(
@@ -50,6 +67,8 @@ def _before(ref: Ref, makers: Mapping[str, Node], specs: Mapping[Ref, TensorSpec
     That is a dim of 1 behind the heads, expanded, and then one dim with them: head i of the result
     is head i // (h / g), as grouped attention reads it.
     """
+    if f"{ref.node}{BEFORE}" in makers:
+        return Ref(f"{ref.node}{BEFORE}")
     if (merged := _maker(ref, makers, VIEWS)) is None:
         return None
     if (expanded := _maker(merged.args[0], makers, {"aten.expand.default"})) is None:

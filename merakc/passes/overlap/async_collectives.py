@@ -19,6 +19,7 @@ from merakc.costs.nodes import (
     node_seconds,
     pipelined,
     product_seconds,
+    ring_backward,
 )
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
 from merakc.costs.work.kernels import node_kernels
@@ -26,6 +27,8 @@ from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.ir.recompute import run_of
 from merakc.kernels.ops import STARTS, WAIT
+from merakc.kernels.ring.attention import PLACES as RINGS
+from merakc.kernels.ring.swap import SWAP
 from merakc.passes.autodiff.rematerialise import late
 from merakc.passes.overlap.list_scheduling import Task, list_schedule
 
@@ -48,6 +51,7 @@ CONJUGATES = {
     "merakc.dispatch.default": "merakc.combine.default",
     "merakc.combine.default": "merakc.dispatch.default",
     "merakc.exchange.default": "merakc.exchange.default",
+    SWAP: SWAP,
 }
 PIECES: Final = ("forward", "backward", "checkpoint", "recompute", "input_grad", "weight_grad")
 
@@ -308,6 +312,8 @@ def _pipelined_backward(
     Several weights, and the gradients of their products, are put together for it. Behind a scatter
     the weights wait for what it gathers.
     """
+    if node.op in RINGS:
+        return [_pipelined_task(ring_backward(node, specs), after, specs, place)]
     weights, launch_s = list(dict.fromkeys(node.refs))[1:], place.device.launch_s
     own = _pipelined_task(node, after, specs, place)
     if len(weights) > 1:

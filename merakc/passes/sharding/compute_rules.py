@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from merakc.ir.graph import Node, Ref
+from merakc.kernels.ring.attention import RING
 from merakc.passes.sharding.dims import Dims, argument, broadcast_dims, given, need_whole
 from merakc.passes.sharding.factors import Dim, Factor, block, new_dim, size, unify
 
@@ -64,11 +65,14 @@ def _attention(dims: Dims, node: Node) -> None:
         unify([shared], key[1])
     unify(key[2], value[2])
     unify(query[3], key[3])
-    for dim in (key[2], query[3]):
+    rows = [query[2]] if node.op == RING else []  # ranks of cp know of their own
+    for dim in (key[2], query[3], *rows):
         need_whole(dim, node)
     if isinstance(node.args[3], Ref):
-        mask = dims.of[node.args[3]]
-        scores = [query[0], query[1], query[2], key[2]]
+        mask, columns = dims.of[node.args[3]], key[2]
+        if node.op == RING:  # all of them, of which a rank has some keys
+            need_whole(columns := mask[-1], node)
+        scores = [query[0], query[1], query[2], columns]
         for dim, target in zip(reversed(mask), reversed(scores), strict=False):
             if size(dim) > 1:
                 unify(dim, target)

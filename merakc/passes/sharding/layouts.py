@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
@@ -36,6 +36,18 @@ class Dispatched:
     rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class RingSplit:
+    """How ranks pass the keys and values of an attention around: behind which `hops` each has the
+    blocks that its queries attend to; whether later halves of rows are `swapped` for it; whether
+    no row sees a later one, as a mask may say, too (`merakc.kernels.ring`).
+    """
+
+    hops: tuple[int, ...]
+    swapped: bool
+    causal: bool
+
+
 @dataclass(frozen=True)
 class SequenceSplit:
     """A part of the graph that runs on parts of sequences (arXiv 2205.05198, section 4.2).
@@ -44,7 +56,8 @@ class SequenceSplit:
     where other nodes read them; `layouts` those of all values that the nodes read or write. `whole`
     says which of its nodes need which arguments whole. The nodes `counting` are made from
     the number of a rank's own rows; those of `dispatched` compute where the experts are. The nodes
-    `exchanged` would need something whole on parts of a sequence, and have parts of heads here.
+    `exchanged` would need something whole on parts of a sequence, and have parts of heads here; to
+    those of `rings` it comes part by part.
     """
 
     nodes: frozenset[str]
@@ -54,6 +67,7 @@ class SequenceSplit:
     counting: frozenset[str] = frozenset()
     dispatched: tuple[Dispatched, ...] = ()
     exchanged: frozenset[str] = frozenset()
+    rings: Mapping[str, RingSplit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,8 @@ class Sharding:
         part = next((s for s in self.sequences if node.name in s.nodes), None)
         within = {} if part is None else part.layouts
         whole = {r for r in node.refs if part is not None and (node.name, r) in part.whole}
+        if part is not None and node.name in part.rings:  # keys and values come, one by one
+            whole.update(node.args[1:3])
         outs = (Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)
         found = {}
         for ref in (*node.refs, *outs):
@@ -204,6 +220,22 @@ class Sharding:
         names = frozenset[str]().union(*(split.exchanged for split in along))
         return (node for node in graph.nodes if node.name in names)
 
+    def rings(self, graph: Graph) -> Iterator[Node]:
+        """The nodes of a graph to which keys and values are passed around."""
+        along = self.context.sequences if self.context else ()
+        names = frozenset[str]().union(*(split.rings for split in along))
+        return (node for node in graph.nodes if node.name in names)
+
+    def evened(self, node: Node) -> Node:
+        """A node that takes as long as this one does: where causal rows are swapped, no rank has
+        more to do than others.
+        """
+        along = self.context.sequences if self.context else ()
+        ring = next((s.rings[node.name] for s in along if node.name in s.rings), None)
+        if ring is None or not ring.swapped:
+            return node
+        return replace(node, args=(*node.args[:4], False, *node.args[5:]))
+
     def splits(self, graph: Graph) -> dict[str, Layout]:
         """The layouts of the split parameters and buffers, by the user's names."""
         kinds = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -244,5 +276,5 @@ def _told(value: Any) -> str:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return f"[{', '.join(map(_told, value))}]"
     if isinstance(value, (SequenceSplit, Dispatched)):
-        return _told([getattr(value, field.name) for field in fields(value)])
+        return _told([getattr(value, own.name) for own in fields(value)])
     return str(value)

@@ -192,6 +192,8 @@ OVER_CP: Final[dict[str, Row]] = {
     "merakc.scatter.default": Along(),
     "merakc.reduce_scatter.default": Along(),
     "merakc.exchange.default": Along("dims"),
+    "merakc.ring_attention.default": Shape("attention"),
+    "merakc.swap.default": Along("dim"),
     # Rows that go to experts and come back, and where the groups of a rank's rows end.
     "merakc.dispatch.default": Shape("sent"),
     "merakc.combine.default": Shape("sent"),

@@ -39,6 +39,7 @@ from merakc.passes.sharding.sequences.exchange import (
     exchange_nodes,
     scatter_nodes,
 )
+from merakc.passes.sharding.sequences.ring_nodes import write_ring
 from merakc.passes.sharding.spmd_ops import SPECIAL
 
 SCATTERS = ("scatter", "reduce_scatter")
@@ -199,6 +200,9 @@ class SpmdPartitioner(ExpertWriter):
             return
         if self.is_stack(node):
             self.write_stack(node)
+            return
+        if self.within is not None and node.name in self.within.rings:
+            write_ring(self, node, self.within.rings[node.name])
             return
         if node.op == GATHERED and self.axis == "tp":
             self.gather(node)

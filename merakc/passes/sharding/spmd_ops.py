@@ -33,6 +33,10 @@ class Writer(Protocol):
     rank: int
     nodes: list[Node]
     now: dict[Ref, Ref]
+    made: set[str]
+
+    def local_spec(self, ref: Ref) -> TensorSpec:
+        """Shape and dtype of this rank's part of a value."""
 
     def local_shape(self, node: Node, index: int = 0) -> tuple[int, ...]:
         """The local shape of one of the node's outputs."""

@@ -145,7 +145,7 @@ def assign_stages(
     place = place_on(cluster, sharding.tp, cp=sharding.cp)
 
     def seconds(node: Node) -> float:
-        return node_seconds(node, sharding.node_specs(node, specs, 0), place)
+        return node_seconds(sharding.evened(node), sharding.node_specs(node, specs, 0), place)
 
     weights_s = [seconds(n) for n in nodes]
     for node in graph.nodes:

@@ -7,9 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.reference import lifted_casts
-from merakc.costs.work.flops import graph_flops, node_bytes, node_flops, wire_bytes
+from merakc.costs.nodes import ring_backward
+from merakc.costs.work.flops import graph_flops, node_bytes, node_flops, ring_sent, wire_bytes
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, Call, enter
+from merakc.kernels.ring.attention import RING
+from merakc.kernels.ring.swap import SWAP
 from merakc.lowering.lowered import training_graph
 from merakc.passes.pipeline import differentiate
 from tests.passes.whole_models import Eager, eager
@@ -131,3 +134,46 @@ def test_of_causal_rows_the_last_attend_to_most() -> None:
         assert flops("whole", causal=True, backward=backward) == all_pairs
         assert 4 * flops("q", causal=False, backward=backward) == all_pairs
         assert 16 * flops("q", causal=True, backward=backward) == 7 * all_pairs
+
+
+def _ring(hops: tuple[int, ...], *, mask: bool = False, causal: bool, swapped: bool) -> Node:
+    shape = TensorSpec((1, 4, 8, 16), HALF)
+    args = (*map(Ref, "qkv"), Ref("m") if mask else None, causal, 1.0, None)
+    return Node("y", RING, (*args, "cp", (8,) * 4, hops, swapped, 0), (), (shape, shape))
+
+
+def _ring_specs() -> dict[Ref, TensorSpec]:
+    block = {Ref(name): TensorSpec((1, 2, 8, 16), HALF) for name in "kv"}
+    mask = {Ref("m"): TensorSpec((1, 1, 8, 32), torch.bool)}
+    return {Ref("q"): TensorSpec((1, 4, 8, 16), HALF), **block, **mask}
+
+
+def test_of_rings_the_slowest_rank_counts() -> None:
+    block, specs, every = 4 * 4 * 8 * 8 * 16, _ring_specs(), (0, 1, 2, 3)
+    found = [
+        node_flops(_ring(hops, mask=mask, causal=causal, swapped=swapped), specs)
+        for hops, mask, causal, swapped in [
+            (every, False, False, False), (every, False, True, True), (every, False, True, False),
+            ((0, 1), True, True, False), (every, True, True, True),
+        ]
+    ]  # fmt: skip
+    # As of other causal attentions no mask is counted, but for what ranks wait for each other.
+    assert found == [4 * block, 4 * block, 7 * block, 2 * block, 2.5 * block]
+
+
+def test_a_ring_sends_blocks_and_the_sums_of_their_gradients() -> None:
+    specs, node = _ring_specs(), _ring((0, 1, 2, 3), causal=True, swapped=True)
+    block = 2 * 2 * 8 * 16  # elements
+    assert ring_sent(node, specs) == 3 * block * 2
+    specs |= dict.fromkeys(node.made, TensorSpec((1, 4, 8, 16), HALF))
+    back = ring_backward(node, specs)
+    assert ring_sent(back, specs) == 3 * block * 2 + 4 * block * 4
+    assert wire_bytes(node, specs) == 4 * block * 2  # a gather of as much sends all but its own
+    assert node_flops(back, specs) == node_flops(node, specs) * 5 // 2
+    alone = _ring((0,), mask=True, causal=True, swapped=False)
+    assert ring_sent(alone, specs) == ring_sent(ring_backward(alone, specs), specs) == 0
+
+
+def test_a_swap_sends_half_of_what_it_has() -> None:
+    node = Node("y", SWAP, (Ref("q"), "cp", 2, (4, 4), (4, 4), 0), (), (_ring_specs()[Ref("q")],))
+    assert wire_bytes(node, _ring_specs()) == 4 * 8 * 16

@@ -12,7 +12,13 @@ from merakc.frontend.record import record
 from merakc.ir.graph import InputKind
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.forward import constant_masks
-from merakc.passes.forward.constant_masks import ATTENTION, CAUSAL, MASK, with_known_masks
+from merakc.passes.forward.constant_masks import (
+    ATTENTION,
+    CAUSAL,
+    MASK,
+    WITHIN,
+    with_known_masks,
+)
 
 SIZE = 6
 LOW = torch.finfo(torch.float64).min
@@ -41,6 +47,10 @@ class Masked(nn.Module):
             "buffer": self.seen,
             "first column": columns[None] == 0,  # one row for all
             "data": causal & (x[:, :1, :1, :1] < 1e9),
+            "both ways": (columns > rows - 2) & (columns < rows + 3),
+            "window of data": (x[:, :1, :1, :1] < 1e9) & (causal & (columns > rows - 3)),
+            "either of data": causal | (x[:, :1, :1, :1] < -1e9),
+            "not of data": ~(causal & (x[:, :1, :1, :1] < -1e9)),
         }[self.kind]
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
 
@@ -66,6 +76,27 @@ def test_masks(
     (node,) = (n for n in found.nodes if n.op == ATTENTION)
     assert node.args[CAUSAL] is causal
     assert (node.args[MASK] is not None) is masked
+    given = {i.name: x if i.kind is InputKind.BATCH else model.seen for i in found.inputs
+             if i.kind is not InputKind.CONSTANT}  # fmt: skip
+    (out,) = interpret(found, given)
+    torch.testing.assert_close(out, model(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [
+        ("window", (2, 0)), ("both ways", (1, 2)), ("data", (SIZE - 1, 0)),
+        ("window of data", (2, 0)), ("either of data", None), ("one sample's", None),
+        ("buffer", None), ("slope", None), ("not of data", None),
+    ],
+)  # fmt: skip
+def test_how_far_rows_see_at_most(kind: str, within: tuple[int, int] | None) -> None:
+    model, x = Masked(kind), torch.randn(3, 2, SIZE, 8, dtype=torch.float64)
+    graph = record(model, (x,), {}).graph
+    found = with_known_masks(graph)
+    found.verify()
+    (node,) = (n for n in found.nodes if n.op == ATTENTION)
+    assert (node.args[WITHIN] if len(node.args) > WITHIN else None) == within
     given = {i.name: x if i.kind is InputKind.BATCH else model.seen for i in found.inputs
              if i.kind is not InputKind.CONSTANT}  # fmt: skip
     (out,) = interpret(found, given)

@@ -13,13 +13,14 @@ from torch import Tensor
 from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
 from merakc.costs.device import place_on
-from merakc.costs.nodes import graph_seconds
+from merakc.costs.nodes import graph_seconds, pipelined, ring_backward
 from merakc.costs.work.flops import COLLECTIVES
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
 from merakc.ir.strategy import Strategy
 from merakc.kernels.ops import STARTED, WAIT
+from merakc.kernels.ring.attention import RING
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.passes.autodiff.interpret import interpret
@@ -28,6 +29,8 @@ from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.forward.scores import BLOCKWISE, without_scores
 from merakc.passes.overlap.async_collectives import (
     PIECES,
+    SLOWDOWN,
+    _stage_tasks,
     least_share,
     overlap,
     overlapped,
@@ -36,8 +39,12 @@ from merakc.passes.overlap.async_collectives import (
     written,
 )
 from merakc.passes.pipeline import differentiate
+from merakc.passes.sharding.sequences import rings
+from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.forward.test_scores import Head
 from tests.passes.lockstep import in_lockstep
+from tests.passes.sharding.sequences.test_rings import _graph
 
 SPEC = TensorSpec((64, 64), torch.float64)
 # The sums of `SPEC` take 7 ms, a product 10 us.
@@ -219,3 +226,18 @@ def test_a_loss_in_blocks_is_of_several_kernels() -> None:
     assert any(n.op == BLOCKWISE for n in local.nodes)
     place = place_on(replace(NOMINAL_GPU, symmetric_memory=True), 2)
     assert least_share(local, place) == 1  # it hides nothing, and is no fused product
+
+
+def test_the_backward_of_a_ring_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "RING_PRICE", 1e-9)
+    graph = _graph()
+    local = spmd_partition(graph, shard(graph, 1, cp=2), 0)
+    (node,) = (n for n in local.nodes if n.op == RING)
+    specs = local.specs()
+    for made, tasks in zip(
+        (node, ring_backward(node, specs)), _stage_tasks(local, SLOW), strict=True
+    ):
+        (own,) = (task for task in tasks if task.holds_link)
+        found = pipelined(made, specs, SLOW)
+        assert own.name == node.name
+        assert own.compute_s == pytest.approx(found.seconds + (SLOWDOWN - 1) * found.hidden_s)

@@ -36,6 +36,7 @@ from merakc.passes.sharding.gather_products import COLUMNS
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
 from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
 from merakc.passes.sharding.sequences.heads import exchange_heads
+from merakc.passes.sharding.sequences.rings import with_rings
 from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem, aliases_of
 from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
 
@@ -82,7 +83,8 @@ def split_context(
     with those of dp. Raises `ShardError` where no experts are found on what is cut.
     """
     problem = cut.problem
-    splits = exchange_heads(problem, cut.splits, cut.sums, tp)
+    passed = with_rings(problem, cut.splits, tp)
+    splits = exchange_heads(problem, passed, cut.sums, tp)
     whole = problem.sharding
     sharding = replace(whole, sequences=splits, partial=whole.partial | cut.sums)
     if expert_load is not None:

@@ -129,6 +129,7 @@ class _Heads:
         self.sums = gradient_sums(problem.graph, splits)
         self.taken = frozenset[str]()
         self.barred = frozenset(sums).union(*(block.nodes for block in problem.experts))
+        self.barred |= frozenset(name for split in splits for name in split.rings)
         self.readers = Counter(ref for node in problem.graph.nodes for ref in node.refs)
         self.needs = {
             node.name: [r for r in dict.fromkeys(node.refs) if (node.name, r) in home.whole]

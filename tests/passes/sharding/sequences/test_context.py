@@ -22,7 +22,7 @@ from merakc.ir.graph import Graph, Output, OutputKind, Ref
 from merakc.lowering.lowered import TRAINING, headed
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.sequences import heads
+from merakc.passes.sharding.sequences import heads, rings
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 from tests.recorded import one_of_several
@@ -89,6 +89,7 @@ def test_keys_and_values_are_gathered_and_queries_know_their_rows(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heads, "EXCHANGE_PRICE", 1e9)
+    monkeypatch.setattr(rings, "RING_PRICE", 1e9)
     starts = []
     for local in _locals(_graph(), ranks):
         ops = _ops(local)

@@ -12,11 +12,17 @@ from torch.nn import functional as F
 
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Ref
-from merakc.passes.sharding.sequences import heads
+from merakc.passes.sharding.sequences import heads, rings
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
 
 WORDS, WIDTH = 32, 32
+
+
+@pytest.fixture(autouse=True)
+def _no_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two other forms."""
+    monkeypatch.setattr(rings, "RING_PRICE", 1e9)
 
 
 class Attends(nn.Module):

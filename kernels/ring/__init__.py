@@ -1,0 +1,1 @@
+"""Attention over blocks of a sequence that travel from rank to rank."""
