@@ -194,6 +194,9 @@ def open_strategies(
         for strategy in _of_form(request, form, len(pieces)):
             if request.micro_batches is None and strategy.samples > most:
                 continue
+            # A recording of so many samples may have fewer nodes than that of one.
+            if strategy.stage_count > len(table.pieces(form, strategy.samples)):
+                continue
             yield strategy
             if hardware.is_mixed and min(strategy.dp, strategy.pp) > 1:
                 # What devices a stage has depends on which axis lies inside.
