@@ -18,7 +18,7 @@ from merakc.ir.layout import Layout
 from merakc.ir.strategy import Form
 from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster, Device
-from merakc.passes.autodiff.shorten import shorten
+from merakc.passes.autodiff.shorten import repeated, shorten
 from merakc.passes.batches.recorded import BatchRecording, in_parts
 from merakc.passes.forward.scores import LEAST_BYTES
 from merakc.passes.sharding.gather_products import gathers
@@ -118,9 +118,7 @@ class PieceTable:
         assert len(parts) == len(counts), "blocks were lost where a graph was sharded"
         pieces = iter(cut_pieces(local, runs=runs))
         runs_of = [[next(pieces) for _ in part] for part in parts]
-        return tuple(
-            piece for part, count in zip(runs_of, counts, strict=True) for piece in part * count
-        )
+        return tuple(piece for part in repeated(counts, runs_of) for piece in part)
 
     def _sharded(self, short: Graph, form: Form) -> tuple[Graph, Sharding]:
         """The graph as the ranks of tp share it, and how; of all samples alike."""

@@ -111,17 +111,21 @@ def _ends_of_drawn(
 
 def between(graph: Graph, roots: Collection[Ref], last: Ref) -> list[Node] | None:
     """The nodes that make `last` of the roots and constants; None where it follows from more."""
-    makers = {n.name: n for n in graph.nodes}
-    needed: set[str] = set()
+    places = graph.told(_places)
+    needed: set[int] = set()
     waiting = [last]
     while waiting:
         ref = waiting.pop()
-        maker = makers.get(ref.node)
         if ref in roots or ref.node in graph.constants:
             continue
-        if maker is None:
+        place = places.get(ref.node)
+        if place is None:
             return None
-        if maker.name not in needed:
-            needed.add(maker.name)
-            waiting += maker.refs
-    return [n for n in graph.nodes if n.name in needed]
+        if place not in needed:
+            needed.add(place)
+            waiting += graph.nodes[place].refs
+    return [graph.nodes[place] for place in sorted(needed)]
+
+
+def _places(graph: Graph) -> dict[str, int]:
+    return {node.name: place for place, node in enumerate(graph.nodes)}
