@@ -73,8 +73,9 @@ def shorten(
 def repeated(counts: Sequence[int], parts: Sequence[T]) -> list[T]:
     """The parts of a graph in their order, told by those of the short one."""
     found: list[T] = []
-    for count, turn in groupby(zip(counts, parts, strict=True), key=itemgetter(0)):
-        found += [part for _, part in turn] * count if count > 1 else [part for _, part in turn]
+    for count, group in groupby(zip(counts, parts, strict=True), key=itemgetter(0)):
+        turn = [part for _, part in group]
+        found += turn * count
     return found
 
 
