@@ -156,16 +156,16 @@ def assign_stages(
             weights_s[position[updates[node.name]]] += seconds(node)
     differentiated = {ref.node for ref in graph.grad_values()}
     prices = {
-        position[n.name]: _message_bytes(sizes[n.name], n.name in differentiated, cluster)
-        for n in nodes
+        k: _message_bytes(sizes[name], name in differentiated, cluster)
+        for name, k in position.items()
     }
     problem = CutProblem(tuple(weights_s), tuple(sorted(edges)), uncut(position, sharding), prices)
-    speeds, tolerances = _speeds(graph, sharding, cluster, devices), TOLERANCES
+    speeds, by_cores = _speeds(graph, sharding, cluster, devices), place.fabric.by_cores
     cuts = [
         cut(problem, stages, tolerance=tolerance, speeds=speeds)
-        for tolerance in (tolerances if place.fabric.by_cores else tolerances[:1])
+        for tolerance in (TOLERANCES if by_cores else TOLERANCES[:1])
     ]
-    found, report = min(cuts, key=lambda one: _stage_seconds(problem, *one, cluster))
+    found, report = min(cuts, key=lambda one: _stage_seconds(problem, one[0], one[1], cluster))
     of = {n.name: s for n, s in zip(nodes, found, strict=True)}
     beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}
     while _place_updates(graph, of, beside):
