@@ -164,6 +164,7 @@ class _Chosen:
         self.cluster, plan = cluster, lowered.plan
         self.steps = Steps(lowered)
         self.solved: dict[tuple[int, int, int], tuple[Run, ...]] = {}
+        self.known: dict[tuple[tuple[str, ...], bool], Lowered] = {}
         self.flying = [in_flight(lowered.schedule, s) for s in range(len(plan.rank_of))]
         devices = stage_devices(cluster, plan.mesh, plan.rank_of)
         known: dict[object, _Alike] = {}
@@ -209,10 +210,13 @@ class _Chosen:
 
     def _planned(self, chosen: Sequence[tuple[Run, ...]]) -> Lowered:
         texts = tuple(map(format_runs, chosen))
-        plan = replace(self.lowered.plan, kept_blocks=texts)
-        made = replace(self.lowered, plan=plan)
-        tried = try_out(made, self.cluster, steps=self.steps, over_dp=self.over_dp)
-        return replace(made, prediction=tried[0])
+        key = texts, self.over_dp
+        if key not in self.known:
+            plan = replace(self.lowered.plan, kept_blocks=texts)
+            made = replace(self.lowered, plan=plan)
+            tried = try_out(made, self.cluster, steps=self.steps, over_dp=self.over_dp)
+            self.known[key] = replace(made, prediction=tried[0])
+        return self.known[key]
 
 
 def _within(own: _Alike, budget_bytes: int, in_flight: int) -> tuple[Run, ...]:

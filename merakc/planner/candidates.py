@@ -191,9 +191,13 @@ def open_strategies(
         except MerakError as error:
             result.refused[0, form, 0] = str(error)
             continue
-        most = math.inf if table.can_scale(form) else MOST_RECORDED
         for strategy in _of_form(request, form, len(pieces)):
-            if request.micro_batches is None and strategy.samples > most:
+            samples = strategy.samples
+            many = request.micro_batches is None and samples > MOST_RECORDED
+            if many and not table.can_scale(form, samples):
+                continue
+            # A recording of so many samples may have fewer nodes than that of one.
+            if strategy.stage_count > len(table.pieces(form, samples)):
                 continue
             yield strategy
             if hardware.is_mixed and min(strategy.dp, strategy.pp) > 1:

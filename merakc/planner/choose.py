@@ -22,7 +22,7 @@ from merakc.machines.cluster import Cluster
 from merakc.planner.candidates import Candidates, find_candidates
 from merakc.planner.forms import experts_of, open_forms
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.pricing import FAR, Candidate
+from merakc.planner.pricing import Candidate
 from merakc.planner.request import Request, meshes
 from merakc.planner.search import (
     Record,
@@ -33,9 +33,6 @@ from merakc.planner.search import (
     plan_layout,
     standing,
 )
-from merakc.schedules.bound import lower_bound_s
-from merakc.schedules.known_orders import rank_of
-from merakc.schedules.timing import make_pipeline
 from merakc.simulation.nccl import verify_calls
 
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
@@ -43,6 +40,8 @@ FINALIST_NODES = 9_000
 MOST_FINALISTS = 16
 # As many more are planned while none fits.
 MORE_FINALISTS = 4
+# Others are planned, too, where they are so much faster by their pieces than the best in full.
+OFF = 1.02
 
 Progress = Callable[[str], None]
 
@@ -129,22 +128,34 @@ def _planned(
     # As many with experts on ranks of their own as without, and beside tp: no more open search
     # finds less.
     left = dict.fromkeys(range(3), min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
-    best_s = math.inf
-    for strategy, asked, least_s in _finalists(request, candidates):
-        most = 0 if best_s < math.inf else -MORE_FINALISTS
-        kind = strategy.expert_parallel * min(strategy.tp, 2)
-        if best_s <= least_s or left[kind] <= most:
-            continue
-        left[kind] -= 1
-        progress(f"planning {strategy}")
+    best_s, later, count = math.inf, list[Finalist](), 0
+
+    def planned(one: Finalist) -> Iterator[Lowered]:
+        nonlocal best_s, count
+        count += 1
+        progress(f"planning {one.strategy}")
         try:
-            lowered = plan_layout(asked, record, cluster)
+            lowered = plan_layout(one.asked, record, cluster)
         except MerakError as error:
             errors.append(error)
-            continue
+            return
         too_big, sample_s, _ = standing(lowered, cluster)
         best_s = best_s if too_big else min(best_s, sample_s)
         yield lowered
+
+    for one in _finalists(request, candidates):
+        most = 0 if best_s < math.inf else -MORE_FINALISTS
+        kind = one.strategy.expert_parallel * min(one.strategy.tp, 2)
+        if best_s <= one.least_sample_s:
+            continue
+        if left[kind] <= most:
+            later.append(one)
+            continue
+        left[kind] -= 1
+        yield from planned(one)
+    for one in sorted(later, key=lambda one: one.sample_s):
+        if count < MOST_FINALISTS and one.sample_s * OFF < best_s < math.inf:
+            yield from planned(one)
 
 
 def _improved(
@@ -238,17 +249,26 @@ def state_precision(record: Record, request: Request) -> state.Precision:
     return state.Precision(size, size, 2 * size)
 
 
-def _finalists(
-    request: Request, candidates: Candidates
-) -> Iterator[tuple[Strategy, Request, float]]:
-    """What may be planned in full, as a request, with the seconds a sample that it takes at the
-    least: the best candidate of all, those of other meshes, and then the others, the faster first.
+@dataclass(frozen=True)
+class Finalist:
+    """What may be planned in full, as a request, with the seconds a sample that its pieces say, and
+    those that it takes at the least.
+    """
+
+    strategy: Strategy
+    asked: Request
+    sample_s: float = 0.0
+    least_sample_s: float = 0.0
+
+
+def _finalists(request: Request, candidates: Candidates) -> Iterator[Finalist]:
+    """The best candidate of all, those of other meshes, and then the others, the faster first.
     Of each the better axis inside, and the best schedule where an order is made for it. Where
     nothing fits, what lacks least.
     """
     if not candidates.ranked:
         for strategy in candidates.nearest[:1]:
-            yield strategy, request.decided(strategy, state=False), 0.0
+            yield Finalist(strategy, request.decided(strategy, state=False))
     first: dict[object, Candidate] = {}
     for one in candidates.ranked:
         schedule = "auto" if request.schedule == "auto" else one.strategy.schedule
@@ -259,17 +279,5 @@ def _finalists(
         first.setdefault(alike, one)
     of_mesh = {replace(c.strategy.mesh, inner="pp"): id(c) for c in reversed(first.values())}
     for one in sorted(first.values(), key=lambda c: id(c) not in of_mesh.values()):
-        yield one.strategy, request.decided(one.strategy), _least_sample_s(request, one)
-
-
-def _least_sample_s(request: Request, one: Candidate) -> float:
-    """Seconds a sample of a candidate, planned in full, with the best order of work if it is open;
-    both at the least.
-    """
-    estimate, strategy = one.estimate, one.strategy
-    if request.schedule != "auto" or strategy.pp == 1:
-        return one.sample_s / FAR
-    pipeline = make_pipeline(rank_of(strategy), estimate.stages, strategy.micro_batches)
-    order_s = min(estimate.pipeline_s, lower_bound_s(pipeline, [math.inf] * strategy.pp))
-    rest_s = estimate.step_s - estimate.pipeline_s
-    return (order_s + rest_s) / strategy.total_batch_size / FAR
+        asked = request.decided(one.strategy)
+        yield Finalist(one.strategy, asked, one.sample_s, one.least_sample_s)

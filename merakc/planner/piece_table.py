@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from merakc.costs.work.pieces import Piece, cut_pieces, part_runs, part_starts
-from merakc.costs.work.scaled import SAMPLES, scaled
+from merakc.costs.work.scaled import ODD_SAMPLES, SAMPLES, scaled
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
@@ -18,7 +18,7 @@ from merakc.ir.layout import Layout
 from merakc.ir.strategy import Form
 from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster, Device
-from merakc.passes.autodiff.shorten import shorten
+from merakc.passes.autodiff.shorten import repeated, shorten
 from merakc.passes.batches.recorded import BatchRecording, in_parts
 from merakc.passes.forward.scores import LEAST_BYTES
 from merakc.passes.sharding.gather_products import gathers
@@ -85,11 +85,14 @@ class PieceTable:
                 raise
         return self._known[form, samples]
 
-    def can_scale(self, form: Form) -> bool:
-        """Whether two recordings say of all numbers of samples, so that no other is needed."""
-        samples = form.cp if form.expert_parallel else 1
-        self.pieces(form, samples)
-        return self._follow(form, samples) is not None
+    def can_scale(self, form: Form, samples: int) -> bool:
+        """Whether two recordings say of so many samples, so that none of these is needed."""
+        if (form, samples) not in self._known:
+            followed = self._follow(form, samples)
+            if followed is None:
+                return False
+            self._known[form, samples] = followed
+        return True
 
     def _make(self, form: Form, samples: int) -> tuple[Piece, ...]:
         pieces = self._follow(form, samples)
@@ -100,12 +103,12 @@ class PieceTable:
         the samples where these divide, else the sequences of each. None where none follow.
         """
         shared = form.cp if form.expert_parallel else 1
-        unit = shared if samples % shared == 0 else 1
+        unit, recorded = shared if samples % shared == 0 else 1, SAMPLES
         if unit < shared and any(n % shared == 0 for n in SAMPLES):
-            return None
+            recorded = ODD_SAMPLES
         if (form, unit) not in self._ends:
-            self._ends[form, unit] = tuple(self._recorded(form, n * unit) for n in SAMPLES)
-        return scaled(self._ends[form, unit], samples // unit)
+            self._ends[form, unit] = tuple(self._recorded(form, n * unit) for n in recorded)
+        return scaled(self._ends[form, unit], samples // unit, recorded)
 
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
         short, counts = self._shortened(samples)
@@ -122,9 +125,7 @@ class PieceTable:
             for piece in cut_pieces(local, runs=runs)
         )
         runs_of = [[next(pieces) for _ in part] for part in parts]
-        return tuple(
-            piece for part, count in zip(runs_of, counts, strict=True) for piece in part * count
-        )
+        return tuple(piece for part in repeated(counts, runs_of) for piece in part)
 
     def _sharded(self, short: Graph, form: Form) -> tuple[Graph, Sharding]:
         """The graph as the ranks of tp share it, and how; of all samples alike."""

@@ -51,6 +51,7 @@ class Candidate:
     estimate: Estimate
     seconds: dict[str, float]  # of the step, by what they go into
     flops: int  # of a micro-batch on one tp rank, forward and backward
+    least_sample_s: float  # for each sample, planned in full
 
     @property
     def peak_bytes(self) -> int:
@@ -203,7 +204,8 @@ def price(outlook: Outlook, request: Request, hardware: Hardware) -> Candidate |
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
     shards = (best,) * len(job.parts)
     decided = replace(job.strategy, recompute=recompute, state_shards=shards, offload=offload)
-    return Candidate(decided, estimate, _seconds(job, estimate), _flops(job.pieces))
+    seconds, flops = _seconds(job, estimate), _flops(job.pieces)
+    return Candidate(decided, estimate, seconds, flops, least_sample_s=outlook.in_full_s)
 
 
 def in_good_buckets(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
 from merakc.costs.ranks import rank_devices
 from merakc.costs.state import MIXED
 from merakc.errors import CutError
+from merakc.frontend.record import Recording
+from merakc.ir.strategy import Form
 from merakc.machines.cluster import NOMINAL_GPU, Cluster, Hardware, Nodes
 from merakc.machines.cluster_files import preset
 from merakc.planner import candidates
@@ -20,6 +25,7 @@ from merakc.planner.pricing import Candidate
 from merakc.planner.request import Request
 from tests.machines.bare import bare
 from tests.planner.test_piece_table import llama
+from tests.recorded import one_of_several
 
 BATCH = 16
 TABLE = PieceTable(llama, NOMINAL_GPU)
@@ -98,6 +104,35 @@ def test_memory_asks_for_shards_or_recomputation() -> None:
     assert tight.peak_bytes <= limit
     assert tight.strategy.shards(0).optimizer > 1 or tight.strategy.recompute == "solved"
     assert tight.estimate.step_s >= roomy.estimate.step_s
+
+
+class Tanhs(nn.Module):
+    """A product behind so many other calls, and a loss."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.first = count, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean is over the samples."""
+        for _ in range(self.count):
+            x = torch.tanh(x)
+        return self.first(x).square().mean()
+
+
+def test_no_more_stages_are_looked_at_than_a_micro_batch_of_its_size_has_pieces() -> None:
+    counts = {1: 12, 2: 2, 4: 6}
+
+    def record(samples: int) -> Recording:
+        return one_of_several(Tanhs(counts[samples]), {"x": torch.zeros(samples, 8)})
+
+    found = Candidates(PieceTable(cache(record), NOMINAL_GPU))
+    find_candidates(found, Request(2, 0, total_batch_size=4, pp=2), HARDWARE, MIXED)
+    most = {n: len(found.table.pieces(Form(1), n)) for n in counts}
+    assert most[2] < 8 <= most[1]  # 4 stages on each of 2 ranks are 8
+    stages = {(c.strategy.samples, c.strategy.stage_count) for c in found.ranked}
+    assert (1, 8) in stages
+    assert all(count <= most[samples] for samples, count in stages)
 
 
 def test_what_is_fixed_stays() -> None:

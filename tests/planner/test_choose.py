@@ -18,6 +18,7 @@ from merakc.ir.program import ActionKind
 from merakc.ir.state import StateShards, lattice
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Sharing
+from merakc.planner import choose as module
 from merakc.planner.choose import choose, compare
 from merakc.planner.request import Request, meshes, with_schedule
 from merakc.planner.search import SAME, improve, plan_layout
@@ -45,6 +46,33 @@ def test_the_fastest_plan_that_fits_is_taken() -> None:
         other = choose(fixed, recording, NOMINAL_CPU)
         assert other.prediction is not None
         assert least_s <= other.prediction.step_s / other.plan.dp
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+def test_what_pieces_call_faster_than_the_best_in_full_is_planned(
+    slower: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(8, 0, total_batch_size=16)
+    candidates = compare(request, recording, NOMINAL_CPU)
+    finalists = {str(one.asked): one for one in module._finalists(request, candidates)}
+    tried: list[float] = []
+
+    def in_full(asked: Request, *_: object) -> float:
+        """As many times slower than its pieces, until the fifth."""
+        tried.append(finalists[str(asked)].sample_s)
+        return tried[-1] * (slower if len(tried) < 5 else 1.0)
+
+    monkeypatch.setattr(module, "FINALIST_NODES", 0)  # there is time for two
+    monkeypatch.setattr(module, "plan_layout", in_full)
+    monkeypatch.setattr(module, "standing", lambda sample_s, _: (False, sample_s, 0))
+    found = [*module._planned(request, candidates, recording, NOMINAL_CPU, str, [])]
+    every = [one.sample_s for one in finalists.values()]
+    if slower == 1.0:
+        assert len(found) == 2
+    else:
+        assert 5 <= len(found) < module.MOST_FINALISTS
+        left = [sample_s for sample_s in every if sample_s not in tried]
+        assert all(sample_s * module.OFF >= min(found) for sample_s in left)
 
 
 class Rows(nn.Module):

@@ -17,8 +17,9 @@ from merakc.ir.plan import Plan
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, Sharing
 from merakc.machines.cluster_files import hardware_for
-from merakc.planner.choose import choose
+from merakc.planner.choose import choose, compare
 from merakc.planner.offline import plan_offline
+from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
 from merakc.planner.search import Record
 from merakc.planner.sources.source import Source, load_source
@@ -36,6 +37,8 @@ CLUSTERS: dict[str, Callable[[int], Cluster]] = {
 # Of chains of requests, in each of which 9 arguments are dropped one after the other: with these
 # there are decoders and an encoder, tp and four stages, chunks, cores and several kinds of GPUs.
 CHAINS = (1, 5, 6, 22, 112)
+# The same for a mixture, whose ranks share experts at first.
+MIXTURES = (0, 2)
 SAME = 1 + 1e-9
 
 
@@ -72,7 +75,10 @@ def freer(request: Request, names: list[str]) -> Iterator[tuple[str, Request]]:
     """The request, and after it each that leaves one of these open more."""
     yield "nothing", request
     for name in names:
-        request = replace(request, **{name: Request.__dataclass_fields__[name].default})
+        # With a degree of tp, cp that is left open is 1.
+        gone = ("tp", "cp", "expert_parallel") if name == "cp" else (name,)
+        defaults = {n: Request.__dataclass_fields__[n].default for n in gone}
+        request = replace(request, **defaults)
         yield name, request
 
 
@@ -81,13 +87,32 @@ def test_a_freer_request_is_never_worse(seed: int) -> None:
     rng = random.Random(seed)
     kind, machines = rng.choice(["gpt2", "llama", "t5", "bert"]), rng.choice([*CLUSTERS])
     ranks, samples = rng.choice([2, 4, 4, 8]), rng.choice([8, 16, 24])
-    given = fixed(rng, ranks, samples)
-    cluster, seconds = CLUSTERS[machines](ranks), float("inf")
-    request = Request(ranks, 0, total_batch_size=samples, **given)
-    for dropped, asked in freer(request, rng.sample([*given], len(given))):
-        best = choose(asked, record(kind), cluster)
+    check_chain(rng, kind, machines, Request(ranks, 0, total_batch_size=samples),
+                fixed(rng, ranks, samples))  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", MIXTURES)
+def test_a_freer_request_of_a_mixture_is_never_worse(seed: int) -> None:
+    rng, samples = random.Random(seed), 8
+    cp, others = rng.choice([(2, 1), (2, 2)])
+    given = fixed(rng, others, samples // cp)
+    given |= {"cp": cp, "expert_parallel": True, "sequence_parallel": False}
+    request = Request(cp * others, 0, total_batch_size=samples)
+    check_chain(rng, "mixtral", "h100", request, given)
+
+
+def check_chain(
+    rng: random.Random, kind: str, machines: str, request: Request, given: dict[str, Any]
+) -> None:
+    """Drops what is given one after the other: no step gets longer by that."""
+    cluster, seconds = CLUSTERS[machines](request.world_size), float("inf")
+    names = [name for name in given if name != "expert_parallel"]
+    table = PieceTable(record(kind), cluster)
+    for dropped, asked in freer(replace(request, **given), rng.sample(names, len(names))):
+        candidates = compare(asked, record(kind), cluster, table=table)
+        best = choose(asked, record(kind), cluster, candidates=candidates)
         assert best.prediction is not None
-        told = f"{kind} on {ranks} {machines}, {samples} samples: {given}, dropping {dropped}"
+        told = f"{kind}, {machines}, {request}: {given}, dropping {dropped}"
         assert best.prediction.step_s <= seconds * SAME, told
         seconds = best.prediction.step_s
 

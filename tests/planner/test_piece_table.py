@@ -50,6 +50,20 @@ def mixtral(samples: int) -> Recording:
     return one_of_several(model, {"input_ids": ids, "labels": ids})
 
 
+@cache
+def gpt_oss(samples: int) -> Recording:
+    """Layers of windows and of whole texts take turns."""
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=9, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=8, sliding_window=16,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.GptOssForCausalLM(config)
+    ids = torch.zeros(samples, 64, dtype=torch.long)
+    return one_of_several(model, {"input_ids": ids, "labels": ids})
+
+
 @pytest.mark.parametrize(
     ("record", "form", "samples"),
     [
@@ -57,6 +71,8 @@ def mixtral(samples: int) -> Recording:
         (llama, Form(2), 2),
         (llama, Form(2, sequence_parallel=True), 5),
         (llama, Form(cp=2), 2),
+        (gpt_oss, Form(2), 5),
+        (gpt_oss, Form(cp=2, expert_parallel=True), 4),
         # the samples of each rank; and sequences, where these do not divide over ranks
         (mixtral, Form(cp=2, expert_parallel=True), 6),
         (mixtral, Form(cp=2, expert_parallel=True), 5),

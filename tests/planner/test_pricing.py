@@ -9,6 +9,7 @@ from merakc.machines.cluster import Hardware
 from merakc.planner import candidates
 from merakc.planner.candidates import Candidates, open_strategies
 from merakc.planner.pricing import (
+    FAR,
     Bounds,
     Shortage,
     holds,
@@ -37,6 +38,8 @@ def test_nothing_is_below_its_outlook(memory_bytes: int) -> None:
         again += found.strategy.recompute != "none"
         in_order += outlook.ordered_s < SAME * found.estimate.step_s
         assert found.sample_s >= SAME * outlook.sample_s
+        # A plan in full need not make again what its pieces do.
+        assert found.least_sample_s <= outlook.sample_s / FAR / SAME
         assert found.estimate.step_s >= SAME * outlook.ordered_s
         assert outlook.in_full_s <= outlook.sample_s
     assert priced > 20

@@ -17,18 +17,23 @@ from merakc.costs.work.pieces import Piece
 # Samples of the two recordings: more than one, since a dim of size 1 is often another case. Plans
 # are mostly of so few, so that they need no others.
 SAMPLES = (2, 4)
+# Those of which neither divides over ranks that one of the former does.
+ODD_SAMPLES = (3, 5)
 SIZES = ("saved_bytes", "handed_bytes", "gradient_bytes", "deferred_bytes")
 
 
-def scaled(pieces: Sequence[Sequence[Piece]], samples: int) -> tuple[Piece, ...] | None:
-    """The pieces for `samples`, from those for `SAMPLES`; None where the two are not alike.
+def scaled(
+    pieces: Sequence[Sequence[Piece]], samples: int, recorded: tuple[int, int] = SAMPLES
+) -> tuple[Piece, ...] | None:
+    """The pieces for `samples`, from those for the `recorded` ones, which are two more than the
+    first; None where the two are not alike.
 
     Equal blocks come out as one value many times.
     """
     fewer, more = pieces
     if len(fewer) != len(more):
         return None
-    steps = samples - SAMPLES[0]
+    steps = samples - recorded[0]
     known: dict[object, Piece] = {}
     found = []
     for one, other in zip(fewer, more, strict=True):

@@ -1,5 +1,6 @@
 """A graph with two in the place of each run of equal blocks: what its parts cost, told in a
-fraction of the time.
+fraction of the time. Where blocks take turns, as layers of windows and of whole texts do, a run is
+of equal turns, each of several blocks.
 
 Two blocks are equal where one is the other with every value that it reads of itself, of the block
 before it, of its own parameters and of what is given to it alone moved on by one block. A run of
@@ -11,12 +12,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import groupby, takewhile
+from operator import itemgetter
+from typing import Any, TypeVar
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref, map_refs
 from merakc.kernels.draws import KEY_POSITION
 
+# Blocks that take turns at most.
+MOST_TURNS = 8
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
+T = TypeVar("T")
 STATES = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
@@ -24,7 +30,8 @@ def shorten(
     graph: Graph, starts: Sequence[tuple[str, int]], keep: int = 2
 ) -> tuple[Graph, tuple[int, ...]]:
     """The graph with `keep` of each run of equal blocks, the first ones and the last, and for how
-    many each part that is left stands: the one before the last for all that are gone.
+    many each part that is left stands: the one before the last for all that are gone. Of blocks
+    that take turns, those of a turn that stands for several stand side by side (`repeated`).
 
     `starts` are the paths of the graph's parts, "" of what is no block, and their first nodes
     (`merakc.costs.work.pieces.part_starts`).
@@ -35,11 +42,11 @@ def shorten(
     now: dict[str, str] = {}  # what stands in the place of a node that is gone
     for run in runs:
         gone = run[keep - 1 : -1]  # the results of the last are read by something else
-        left = [k for k in run if k not in gone]
-        kept += left
-        counts += [1 + len(gone) * (j == keep - 2) for j in range(len(left))]
-        for k in gone:
-            now |= {n.name: m.name for n, m in zip(parts[k], parts[run[keep - 2]], strict=True)}
+        for j, turn in enumerate([*run[: keep - 1], *run[keep - 1 :][-1:]]):
+            kept += turn
+            counts += [1 + len(gone) * (j == keep - 2)] * len(turn)
+        for k, own in (pair for turn in gone for pair in zip(turn, run[keep - 2], strict=True)):
+            now |= {n.name: m.name for n, m in zip(parts[k], parts[own], strict=True)}
     if len(kept) == len(parts):
         return graph, tuple(counts)
 
@@ -63,20 +70,32 @@ def shorten(
     return found, tuple(counts)
 
 
+def repeated(counts: Sequence[int], parts: Sequence[T]) -> list[T]:
+    """The parts of a graph in their order, told by those of the short one."""
+    found: list[T] = []
+    for count, group in groupby(zip(counts, parts, strict=True), key=itemgetter(0)):
+        turn = [part for _, part in group]
+        found += turn * count
+    return found
+
+
 def _runs(
     graph: Graph, starts: Sequence[tuple[str, int]]
-) -> tuple[list[tuple[Node, ...]], list[list[int]]]:
-    """The nodes of each part of a graph, and the parts of each run of equal ones."""
+) -> tuple[list[tuple[Node, ...]], list[list[range]]]:
+    """The nodes of each part of a graph, and the parts of each turn of each run of equal ones."""
     ends = [*(first for _, first in starts[1:]), len(graph.nodes)]
     parts = [graph.nodes[first:end] for (_, first), end in zip(starts, ends, strict=True)]
-    forms = _Forms(graph, parts)
-    runs: list[list[int]] = []
-    for k, (path, _) in enumerate(starts):
-        alike = path and runs and starts[runs[-1][0]][0] == path and forms.equal(runs[-1][0], k)
-        if alike:
-            runs[-1].append(k)
-        else:
-            runs.append([k])
+    forms, paths = _Forms(graph, parts), [path for path, _ in starts]
+    runs: list[list[range]] = []
+    k = 0
+    while k < len(parts):
+        alike = len(list(takewhile(paths[k].__eq__, paths[k:]))) if paths[k] else 1
+        turns = range(1, min(alike // 2, MOST_TURNS) + 1)
+        found = [forms.turns(k, k + alike, size) for size in turns]
+        # What leaves out most; of one block each, where several leave out as much.
+        runs.append(max(found, key=lambda run: max(len(run) - 2, 0) * len(run[0]),
+                        default=[range(k, k + 1)]))  # fmt: skip
+        k = runs[-1][-1].stop
     return parts, runs
 
 
@@ -123,14 +142,20 @@ class _Forms:
             elif ref.node in self.inputs:
                 self.readers_of_input[ref.node].add(reader)
 
-    def equal(self, one: int, other: int) -> bool:
-        """Whether all parts from one to the other are equal, and each is read by itself and by the
-        next alone, until the last.
+    def turns(self, first: int, end: int, size: int) -> list[range]:
+        """The turns of so many parts each, from the first on, that are equal, each read by itself
+        and by the next alone, but for the last.
         """
-        inner = range(one, other)
-        return self._of(one) == self._of(other) and all(
-            self.readers[k] <= {k, k + 1} for k in inner
-        )
+        found = [range(first, first + size)]
+        while found[-1].stop + size <= end:
+            one, other = found[-1], range(found[-1].stop, found[-1].stop + size)
+            near = {*one, *other}
+            if [*map(self._of, one)] != [*map(self._of, other)]:
+                break
+            if not all(self.readers[k] <= near for k in one):
+                break
+            found.append(other)
+        return found
 
     def _of(self, part: int) -> object:
         if part not in self.known:

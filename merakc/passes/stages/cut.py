@@ -8,8 +8,8 @@ on towers, branches and encoder-decoders it is arbitrary, and METIS finds others
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from merakc.errors import CutError
@@ -39,12 +39,14 @@ class CutProblem:
 
     `weights_s` holds the seconds of each node, in program order; `edges` (producer, consumer,
     size_bytes) with producer < consumer, the size being that of the producer's value and so equal
-    on all its edges. Neighbours of equal `grain` stay in one stage.
+    on all its edges. Neighbours of equal `grain` stay in one stage. `prices` say what the value of
+    a producer costs to send, in bytes, where that is not its size.
     """
 
     weights_s: tuple[float, ...]
     edges: tuple[tuple[int, int, int], ...]
     grain: tuple[int, ...] | None = None
+    prices: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +71,11 @@ def cut(
 
     First the load of the heaviest stage is made least, then the bytes between stages within
     `tolerance` (a share) of that: at 0 a cut would go through any tensor, however large, for a
-    microsecond of balance. Bytes are those of each value once per (value, stage that reads it,
-    its own left out). The report's METIS figures are of its best proposal after repair and before
-    refinement; where the graph is too small for METIS they are the dynamic program's. A load is a
-    stage's weight, over its speed where `speeds` are given, each above 0.
+    microsecond of balance. Bytes are those of each value once per (value, stage that reads it, its
+    own left out), and count as their `prices` say; the report tells their sizes. Its METIS figures
+    are of its best proposal after repair and before refinement; where the graph is too small for
+    METIS they are the dynamic program's. A load is a stage's weight, over its speed where `speeds`
+    are given, each above 0.
 
     Raises `CutError` if the graph has fewer nodes of positive weight than `stages`.
     """
@@ -93,13 +96,14 @@ def cut(
     winner = min(by_program, best_metis, key=rank)
     found, repaired = solved[winner.order], solved[best_metis.order].repaired
     even = max(sum(dag.weights), 1) / (sum(rates) / SPEED_UNIT)
+    sent, _ = _contract(replace(problem, prices={}))
     report = CutReport(
         winner="dp" if winner is by_program else "metis",
         load=found.load / even,
         bound_load=bound / even,
-        cut_bytes=found.bytes,
+        cut_bytes=cut_bytes(sent, found.stage),
         metis_load=largest_load(dag, repaired, stages, rates) / even,
-        metis_cut_bytes=cut_bytes(dag, repaired),
+        metis_cut_bytes=cut_bytes(sent, repaired),
         metis_moves=_moves(best_metis.parts, solved[best_metis.order].stage) if by_metis else 0,
     )
     return tuple(found.stage[atom] for atom in atoms), report
@@ -189,7 +193,7 @@ def _contract(problem: CutProblem) -> tuple[WeightedDag, list[int]]:
         if atoms[producer] != atoms[consumer]:
             readers.setdefault(producer, set()).add(atoms[consumer])
     values = tuple(
-        Value(atoms[producer], tuple(sorted(read)), sizes[producer])
+        Value(atoms[producer], tuple(sorted(read)), problem.prices.get(producer, sizes[producer]))
         for producer, read in sorted(readers.items())
     )
     return WeightedDag(tuple(weights), values), atoms

@@ -32,6 +32,9 @@ from merakc.passes.stages.cut import CutProblem, cut
 
 # How many times larger than the parameters behind it a value is for stages to make it themselves.
 MIN_GROWTH = 4
+# How much heavier than need be the heaviest stage may be for fewer bytes between stages; more than
+# the first only where the cores that compute carry messages.
+TOLERANCES = (0.03, 0.1, 0.3)
 # Inputs that every stage can have for nothing.
 EVERYWHERE = (
     InputKind.BATCH, InputKind.BUFFER, InputKind.CONSTANT, InputKind.SCALAR, InputKind.KNOWN,
@@ -151,14 +154,40 @@ def assign_stages(
     for node in graph.nodes:
         if updates.get(node.name) in position:
             weights_s[position[updates[node.name]]] += seconds(node)
-    problem = CutProblem(tuple(weights_s), tuple(sorted(edges)), uncut(position, sharding))
-    found, report = cut(problem, stages, speeds=_speeds(graph, sharding, cluster, devices))
+    differentiated = {ref.node for ref in graph.grad_values()}
+    prices = {
+        k: _message_bytes(sizes[name], name in differentiated, cluster)
+        for name, k in position.items()
+    }
+    problem = CutProblem(tuple(weights_s), tuple(sorted(edges)), uncut(position, sharding), prices)
+    speeds, by_cores = _speeds(graph, sharding, cluster, devices), place.fabric.by_cores
+    cuts = [
+        cut(problem, stages, tolerance=tolerance, speeds=speeds)
+        for tolerance in (TOLERANCES if by_cores else TOLERANCES[:1])
+    ]
+    found, report = min(cuts, key=lambda one: _stage_seconds(problem, one[0], one[1], cluster))
     of = {n.name: s for n, s in zip(nodes, found, strict=True)}
     beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}
     while _place_updates(graph, of, beside):
         pass
     _join_states(graph, of)
     return {n.name: of[n.name] for n in graph.nodes if n.name in of}, report
+
+
+def _message_bytes(size_bytes: int, differentiated: bool, cluster: Cluster) -> int:
+    """What a value costs to send, in bytes of a link: its latency, too, and the gradient's way."""
+    latency_bytes = round(cluster.link_latency_s * cluster.link_bytes_per_s)
+    return (size_bytes + latency_bytes) * (1 + differentiated)
+
+
+def _stage_seconds(
+    problem: CutProblem, of: Sequence[int], report: CutReport, cluster: Cluster
+) -> float:
+    """Seconds of a micro-batch on the heaviest stage, and of the messages of an average one."""
+    stages = max(of) + 1
+    sent = {(a, of[b]) for a, b, _ in problem.edges if of[a] != of[b]}
+    sent_bytes = sum(problem.prices[a] for a, _ in sent)
+    return (report.load * sum(problem.weights_s) + sent_bytes / cluster.link_bytes_per_s) / stages
 
 
 def _speeds(

@@ -15,9 +15,9 @@ from merakc.costs.work.pieces import cut_pieces, part_starts
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Ref
 from merakc.lowering.lowered import training_graph
-from merakc.passes.autodiff.shorten import graph_form, shorten
+from merakc.passes.autodiff.shorten import graph_form, repeated, shorten
 
-LAYERS = 6
+LAYERS = 8
 
 
 class Blocks(nn.Module):
@@ -32,6 +32,8 @@ class Blocks(nn.Module):
         shared, seen = x * 2, [x]
         for k, layer in enumerate(self.layers):
             x = torch.tanh(layer(x)) + (shared if self.kind == "shared" else x)
+            if self.kind == "turns":
+                x = x.relu() if k % 2 else x.sigmoid() * x
             if self.kind == "skips" and k >= LAYERS // 2:
                 x = x + seen[LAYERS - k]
             if self.kind == "scaled":
@@ -45,17 +47,32 @@ def graph_of(kind: str) -> Graph:
     return training_graph(record(Blocks(kind), (torch.ones(3, 8),), {}).graph)
 
 
-@pytest.mark.parametrize("kind", ["plain", "shared"])
+@pytest.mark.parametrize("kind", ["plain", "shared", "turns"])
 def test_parts_of_the_short_graph_cost_what_those_of_the_whole_do(kind: str) -> None:
     graph = graph_of(kind)
     short, counts = shorten(graph, part_starts(graph))
     assert len(short.nodes) < len(graph.nodes)
     assert sum(counts) == len(part_starts(graph))
-    assert max(counts) >= LAYERS - 3
+    assert max(counts) >= (LAYERS - 3) // (1 + (kind == "turns"))
     forward: Counter[object] = Counter()
     for piece, count in zip(cut_pieces(short), counts, strict=True):
         forward.update({kernel: n * count for kernel, n in piece.work.forward.items()})
     assert forward == graph_work(graph).forward
+
+
+def kinds_of(graph: Graph) -> list[str]:
+    """What each block has of the calls that take turns."""
+    starts = [first for _, first in part_starts(graph)]
+    ops = [{n.op for n in graph.nodes[a:b]} for a, b in pairwise([*starts, len(graph.nodes)])]
+    return [" ".join(sorted(own & {"aten.relu.default", "aten.sigmoid.default"})) for own in ops]
+
+
+def test_blocks_that_take_turns_are_told_by_two_turns() -> None:
+    graph = graph_of("turns")
+    short, counts = shorten(graph, part_starts(graph))
+    assert len(counts) < len(part_starts(graph))
+    assert repeated(counts, kinds_of(short)) == kinds_of(graph)
+    assert len({*kinds_of(graph)}) > 1
 
 
 @pytest.mark.parametrize("kind", ["skips", "scaled", "sum"])

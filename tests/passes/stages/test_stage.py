@@ -64,6 +64,19 @@ def test_one_stage_has_all_but_what_any_may_repeat(name: str) -> None:
     assert (report.load, report.cut_bytes) == (1.0, 0)
 
 
+def test_cores_that_carry_messages_send_one_where_stages_are_a_little_heavier_for_it() -> None:
+    graph = training("llama_tied")
+    sharding = shard(graph, 1)
+    sent = {}
+    for latency_s in (0.0, 1e-4):
+        cluster = replace(NOMINAL_CPU, link_latency_s=latency_s, link_bytes_per_s=1e12)
+        of, report = assign_stages(graph, sharding, 6, cluster)
+        stages = split_stages(graph, of, 6, sharding)
+        sent[latency_s] = len(stages.transfers)
+        assert report.cut_bytes == sum(t.size_bytes for t in stages.transfers)
+    assert sent[1e-4] < sent[0.0]
+
+
 def test_a_stage_on_a_faster_device_has_more_of_the_graph() -> None:
     graph = training("gpt2")
     sharding, cluster = shard(graph, 1), preset("a100-40").flat("float32")

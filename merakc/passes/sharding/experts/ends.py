@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain as chain_of
 from typing import Any
 
 import torch
@@ -87,10 +88,12 @@ def _ends_of_drawn(
     specs, given = graph.specs(), chain[0].refs[0]
     groups, spec, draw = specs[ends].shape[0], specs[ids], torch.Generator().manual_seed(0)
     read = {ref for node in chain for ref in node.refs if ref.node in graph.constants}
-    drawn = [torch.randint(groups, spec.shape, generator=draw) for _ in range(ATTEMPTS)]
-    drawn += [torch.full(spec.shape, k) for k in (0, groups - 1)]
-    others = [torch.randint(-1, groups + 1, spec.shape, generator=draw) for _ in range(ATTEMPTS)]
-    for experts in drawn if are_experts else [*drawn, *others]:
+    # One after the other: there may be a row for each of many million tokens.
+    drawn = (torch.randint(groups, spec.shape, generator=draw) for _ in range(ATTEMPTS))
+    alike = (torch.full(spec.shape, k) for k in (0, groups - 1))
+    count = 0 if are_experts else ATTEMPTS
+    others = (torch.randint(-1, groups + 1, spec.shape, generator=draw) for _ in range(count))
+    for experts in chain_of(drawn, alike, others):
         values = {ref: graph.constants[ref.node] for ref in read}
         values[given] = experts.to(spec.dtype)
         try:
@@ -111,17 +114,21 @@ def _ends_of_drawn(
 
 def between(graph: Graph, roots: Collection[Ref], last: Ref) -> list[Node] | None:
     """The nodes that make `last` of the roots and constants; None where it follows from more."""
-    makers = {n.name: n for n in graph.nodes}
-    needed: set[str] = set()
+    places = graph.told(_places)
+    needed: set[int] = set()
     waiting = [last]
     while waiting:
         ref = waiting.pop()
-        maker = makers.get(ref.node)
         if ref in roots or ref.node in graph.constants:
             continue
-        if maker is None:
+        place = places.get(ref.node)
+        if place is None:
             return None
-        if maker.name not in needed:
-            needed.add(maker.name)
-            waiting += maker.refs
-    return [n for n in graph.nodes if n.name in needed]
+        if place not in needed:
+            needed.add(place)
+            waiting += graph.nodes[place].refs
+    return [graph.nodes[place] for place in sorted(needed)]
+
+
+def _places(graph: Graph) -> dict[str, int]:
+    return {node.name: place for place, node in enumerate(graph.nodes)}
