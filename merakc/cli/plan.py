@@ -104,7 +104,8 @@ def plan(
         with ending_after(limit):
             lowered, others = plan_offline(given, asked, batch, found, tell, patience)
         tell("writing the report")
-        told_of = replace(make_report(lowered, found, alternatives=others), machines=cluster)
+        report = make_report(lowered, found, alternatives=others, places=True)
+        told_of = replace(report, machines=cluster)
         made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
         made.save(output)
     print_plan(made, goal, as_json=as_json)
