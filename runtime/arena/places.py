@@ -31,6 +31,9 @@ from merakc.errors import ConfigError
 _C: Final[Any] = ctypes.CDLL(None)
 SOURCE: Final = Path(__file__).with_name("allocator.cpp")
 RECORDED_STEP: Final = 1
+# As many of the largest requests as a second or two find places for; others come from elsewhere,
+# which a heap has room for among what is large.
+MOST_PLACED: Final = 10_000
 # Whether what is freed is written over at once: who reads it still, gets NaN.
 CHECKED: Final = os.environ.get("MERAKC_CHECK") == "1"
 
@@ -163,6 +166,7 @@ class Places(Anywhere):
         self.requests, requests = count, np.empty((count, 4), dtype=np.int64)
         self.library.arena_requests(requests.ctypes.data)
         freed = np.flatnonzero(requests[:, 3] >= 0)
+        freed = np.sort(freed[np.argsort(-requests[freed, 1], kind="stable")[:MOST_PLACED]])
         lives = [
             Life("", size, start, min(stop, ended))
             for _, size, start, stop in requests[freed].tolist()

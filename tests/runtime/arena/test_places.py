@@ -148,6 +148,19 @@ def test_requests_of_other_sizes_come_from_elsewhere() -> None:
     assert (again.placed, again.missed) == (PLACED, 0)
 
 
+def few() -> Any:
+    module.MOST_PLACED = 2  # type: ignore[misc]
+    found = Places(CPU)
+    for _ in range(3):
+        small_step(found)
+    return found.figures()
+
+
+def test_of_very_many_requests_the_largest_have_places() -> None:
+    figures = alone(few)
+    assert (figures.placed, figures.missed, figures.size_bytes) == (2, 0, 8 * SIZE)
+
+
 def held() -> Any:
     found = Places(CPU)
     kept = []
