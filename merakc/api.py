@@ -16,10 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches.dims import GivenDims, parse_batch_dims
-from merakc.batches.split import (
-    tensor_specs,
-    tensors_of,
-)
+from merakc.batches.split import tensor_specs, tensors_of
 from merakc.errors import ConfigError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.fingerprint import fingerprint
@@ -45,6 +42,7 @@ from merakc.planner.readings import Readings
 from merakc.planner.request import Request
 from merakc.planner.requested import GivenPlan, for_forward, requested
 from merakc.runtime.allocator import keep_freed_memory
+from merakc.runtime.arena.places import Places
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.health.job import TIMEOUT_S, call
@@ -96,6 +94,7 @@ def auto_parallel(
     couplings: Couplings = WHOLE_BATCH,
     batch_dims: GivenDims | None = None,
     compile: bool = False,
+    arena: bool = False,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -141,6 +140,7 @@ def auto_parallel(
         batch_dims: where samples stand in tensors of the batch, by name: a dim, (dim, rows of
             each) or None; found if not given.
         compile: whether the graphs of stages become kernels of their own, by torch's compiler.
+        arena: whether a step's memory on a CPU comes from one block, with places found ahead.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws, and of weights on the meta device.
@@ -166,6 +166,7 @@ def _made(asked: Mapping[str, Any], open_weights: Callable[[], Weights | None]) 
     """What a parallel model is of, by the arguments of `auto_parallel`."""
     timeout_s, seed, on_nonfinite = asked["timeout_s"], asked["seed"], asked["on_nonfinite"]
     device = device_of(asked["device"])
+    places = Places(device) if asked["arena"] else None
     world, fuser = started(device, asked["compile"], timeout_s)
     files = open_weights()
     agreed = f"seed={seed}, compile={asked['compile']}, on_nonfinite={on_nonfinite}"
@@ -178,6 +179,8 @@ def _made(asked: Mapping[str, Any], open_weights: Callable[[], Weights | None]) 
             ledger=asked["ledger"], on_nonfinite=on_nonfinite,
         )  # fmt: skip
         teller.decided(found[0].file)
+    if places is not None:  # that the plan is for, no others
+        next(iter(found[0].compiled.values())).executor.places = places
     return found
 
 
@@ -325,8 +328,7 @@ def _build(
         model, lowered, file, placements, groups, made.device, state=state, seed=seed,
         sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
         follows=made.fit.request.micro_batches is None or plan.couplings == WHOLE_BATCH,
-        compared=made.compared,
-        fast=[tensor_specs(*made.example)],
+        compared=made.compared, fast=[tensor_specs(*made.example)],
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))

@@ -19,6 +19,7 @@ import torch
 from merakc.ir.graph import Input, InputKind
 from merakc.ir.program import Action, ActionKind, CollectiveEvent, Event, Program, StageGraphs
 from merakc.kernels.collectives import watched
+from merakc.runtime.arena.places import Anywhere
 from merakc.runtime.codegen import compile_graph
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Channels
@@ -82,7 +83,6 @@ class Executor:
     """
 
     loss_scale = 1.0
-    at = 0  # which action runs
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class Executor:
         compiler: Compiler = compile_graph,
     ) -> None:
         self.sharded, self.head, self.late = sharded, head, frozenset(late)
+        self.places = Anywhere()  # where memory comes from, and which action runs
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
         self.stages = {
@@ -135,7 +136,7 @@ class Executor:
         step = self.step(micro_batches, known, record=record)
         at_work(self.doing)
         try:
-            with torch.no_grad(), step.watching():
+            with torch.no_grad(), step.watching(), self.places.step():
                 step.run()
         finally:
             step.close()
@@ -144,14 +145,13 @@ class Executor:
         at_work(None)
         return StepResult(
             step.loss(), step.gradients, step.results, events=step.events(),
-            collectives=step.collectives(),
-            whole=step.whole, written=step.written,
+            collectives=step.collectives(), whole=step.whole, written=step.written,
         )  # fmt: skip
 
     def doing(self) -> str:
         """The action that runs, in words."""
-        actions = self.program.actions
-        return f"action {self.at + 1} of {len(actions)}, '{actions[self.at]}'" if actions else ""
+        actions, at = self.program.actions, self.places.at
+        return f"action {at + 1} of {len(actions)}, '{actions[at]}'" if actions else ""
 
     def step(
         self, micro_batches: Sequence[Tensors], known: Tensors | None, *, record: bool
@@ -216,7 +216,7 @@ class Step:
     def run(self) -> None:
         """All actions in order."""
         for k, action in enumerate(self.program.actions):
-            self.of.at = k
+            self.of.places.begin(k)
             start = self.clock.now()
             self.messages.post_receives(k)
             if action.kind is ActionKind.SEND:

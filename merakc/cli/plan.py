@@ -104,8 +104,8 @@ def plan(
         with ending_after(limit):
             lowered, others = plan_offline(given, asked, batch, found, tell, patience)
         tell("writing the report")
-        told_of = replace(make_report(lowered, found, alternatives=others), machines=cluster)
-        made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
+        told_of = make_report(lowered, found, alternatives=others, places=True)
+        made = PlanFile(lowered.plan, lowered.prediction, report=replace(told_of, machines=cluster))
         made.save(output)
     print_plan(made, goal, as_json=as_json)
     progress.print("the search was stopped: others may be faster\n" * patience.stopped, end="")

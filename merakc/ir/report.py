@@ -153,6 +153,9 @@ class RankMemory:
     `gathered_bytes` are whole parameters of sharded ones. `activations_bytes` are what
     `in_flight` micro-batches have saved, `transient_bytes` what the action itself takes. Where
     ranks do not all have the memory of the verdict's, `limit_bytes` is this one's.
+
+    An arena of `arena_bytes` has a place for all that a step makes; `bound_bytes` of it are needed
+    at one moment. Both are 0 where no places were looked for.
     """
 
     rank: int
@@ -167,6 +170,8 @@ class RankMemory:
     messages_bytes: int
     transient_bytes: int
     limit_bytes: int = 0
+    arena_bytes: int = 0
+    bound_bytes: int = 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:

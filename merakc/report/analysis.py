@@ -35,6 +35,7 @@ from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs, predict, tied_bytes
 from merakc.machines.cluster import Cluster, Factors
 from merakc.report.annotation import source_files, top_nodes
+from merakc.report.arenas import with_arenas
 from merakc.report.attribution import attribute
 from merakc.report.idle import idle_split
 from merakc.report.packing import pack, placed
@@ -56,8 +57,10 @@ def make_report(
     costs: tuple[StageCost, ...] | None = None,
     simulation: Simulation | None = None,
     alternatives: Alternatives | None = None,
+    places: bool = False,
 ) -> Report:
-    """The report of a plan on a cluster, from one simulated step.
+    """The report of a plan on a cluster, from one simulated step; with `places`, which takes some
+    seconds, also how large an arena for all values of a step is.
 
     `costs` are those of the stages that the plan's own prediction was made with, those of their
     graphs as calls where None, and `simulation` is of dp rank 0 with these, made again where None.
@@ -74,12 +77,15 @@ def make_report(
     ranks = _rank_times(lowered, cluster, simulation)
     tp_s = sum(axis.exposed_s for axis in moved if axis.axis == plan.form.axes)
     busy_s = sum(rank.compute_s for rank in ranks) / len(ranks) - tp_s
+    memory = rank_memory(lowered, costs, simulation)
+    if places:
+        memory = with_arenas(memory, lowered)
     return Report(
         cluster=cluster.name,
         verdict=_verdict(lowered, cluster, simulation, busy_s),
         stages=tuple(_stage_times(lowered, cluster, costs)),
         ranks=ranks,
-        memory=tuple(_limited(rank_memory(lowered, costs, simulation), lowered, cluster)),
+        memory=tuple(_limited(memory, lowered, cluster)),
         traffic=moved,
         nodes=top_nodes(found, TOP_NODES),
         node_count=len(found.step_seconds),

@@ -195,11 +195,22 @@ def _memory(report: Report) -> Section:
     if differ:
         columns["has"] = True
         rows = [(*row, f"{has * per_byte:.2f}") for row, has in zip(rows, limits, strict=True)]
+    if any(m.arena_bytes for m in report.memory):
+        columns |= {"arena": True, "over bound": True}
+        rows = [(*row, *_arena(m, per_byte)) for row, m in zip(rows, report.memory, strict=True)]
     reserved = report.verdict.reserved_bytes
     beside = f" for tensors, beside {format_bytes(reserved)} reserved" if reserved else ""
     every = "" if differ else f"A rank has {format_bytes(limits[0])}{beside}. "
     note = every + _peak_text(report)
     return Section(f"Memory at the peak of each rank, in {unit}", columns, rows, note)
+
+
+def _arena(memory: RankMemory, per_byte: float) -> tuple[str, str]:
+    """What all values of a step take with places of their own, and how much of it is lost."""
+    if not memory.arena_bytes:
+        return "-", "-"
+    share = memory.arena_bytes / memory.bound_bytes
+    return f"{memory.arena_bytes * per_byte:.2f}", f"x {share:.3f}"
 
 
 def _peak_text(report: Report) -> str:
