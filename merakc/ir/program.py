@@ -125,11 +125,9 @@ class Mesh(Degrees):
         """The grid as a weight sees it whose state is shared: of experts, every lane is one of
         tp's; of others, those of cp are as without experts.
         """
-        if not self.experts:
-            return self
-        if of_experts:
+        if self.experts and of_experts:
             return replace(self, tp=self.lanes, cp=1, experts=False)
-        return replace(self, experts=False)
+        return replace(self, experts=False) if self.experts else self
 
     @property
     def state_ranks(self) -> int:
