@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.probe import NAME, Tape, install
 from benchmarks.ranks import run_ranks
+from merakc.kernels.collectives import gather_into
 
 SIZE = 4
 
@@ -65,6 +66,19 @@ def _gather_in_place() -> torch.Tensor:
     whole = torch.arange(4.0)
     dist.all_gather_single(whole, whole[:2], group=group)
     return whole
+
+
+def _gathered_by_merakc() -> list[float]:
+    install(Tape(muted=True))
+    whole = torch.full((4,), float("nan"))
+    own = torch.arange(2.0) + dist.get_rank()
+    gather_into(whole, own, dist.new_group(backend=NAME)).wait()
+    return whole.tolist()
+
+
+def test_what_is_gathered_is_like_the_own_part() -> None:
+    wanted = [[0.0, 1.0, 0.0, 1.0], [1.0, 2.0, 1.0, 2.0]]
+    assert run_ranks(2, _gathered_by_merakc) == wanted
 
 
 def test_a_view_of_the_output_is_gathered() -> None:
