@@ -113,9 +113,10 @@ def check_repeats(state: PythonState, again: Callable[[], object]) -> None:
         _check_alike(changes, descriptions, state.changes())
 
 
-def check_remembered(state: PythonState) -> None:
-    """Raises `CarriedError` where a function with a cache (`functools.lru_cache`) would give other
-    tensors than those that it gave in an earlier forward, and still has in one process.
+def check_remembered(state: PythonState) -> list[Change]:
+    """The changes. Raises `CarriedError` where a function with a cache (`functools.lru_cache`)
+    would give other tensors than those that it gave in an earlier forward, and still has in one
+    process.
     """
     for function, name in state.remembered.changed():
         code = function.__wrapped__.__code__
@@ -125,6 +126,7 @@ def check_remembered(state: PythonState) -> None:
             "they would be those of before, and a recording has to compute them anew: make them in "
             "__init__, as a buffer, or without a cache"
         )
+    return state.changes()
 
 
 def _check_alike(

@@ -245,8 +245,7 @@ def _record(
         outputs, structure, aside = run(first)
         graph = first.graph().pruned()
         _check_memory(graph, real, state)
-        check_remembered(state)
-        changes = state.changes()
+        changes = check_remembered(state)
         left = left_by(changes)
         if changes or (how.repeated and not how.compared.explain(graph)):
             leftovers = Leftovers(changes, first)
