@@ -258,8 +258,7 @@ def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
         own = plain(value)
         is_whole = own.shape != plain(of).shape and of.source.is_part
         args = of, _of(of.source, of.source.part(own).clone() if is_whole else own)
-        if name == "data":
-            note_whole(of, value, is_whole=is_whole)
+        note_whole(name, of, value, is_whole=is_whole)
     return func(*args)
 
 

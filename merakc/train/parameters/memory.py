@@ -38,10 +38,14 @@ _alive: weakref.WeakSet[Memory] = weakref.WeakSet()
 _wholes = WeakTensorKeyDictionary()
 
 
-def note_whole(parameter: torch.Tensor, value: torch.Tensor, *, is_whole: bool) -> None:
+def note_whole(
+    attribute: str, parameter: torch.Tensor, value: torch.Tensor, *, is_whole: bool
+) -> None:
     """Notes what a parameter is given by `.data =`: in one process both would be one from now on.
     Of a whole tensor this rank takes its part.
     """
+    if attribute != "data":
+        return
     _wholes.pop(parameter, None)  # type: ignore[no-untyped-call]
     if is_whole:
         _wholes[parameter] = weakref.ref(value), None
