@@ -113,6 +113,22 @@ def check_repeats(state: PythonState, again: Callable[[], object]) -> None:
         _check_alike(changes, descriptions, state.changes())
 
 
+def check_remembered(state: PythonState) -> list[Change]:
+    """The changes. Raises `CarriedError` where a function with a cache (`functools.lru_cache`)
+    would give other tensors than those that it gave in an earlier forward, and still has in one
+    process.
+    """
+    for function, name in state.remembered.changed():
+        code = function.__wrapped__.__code__
+        raise CarriedError(
+            f"{code.co_filename}:{code.co_firstlineno}: '{function.__name__}' remembers tensors, "
+            f"and '{name}', which it reads, has changed since an earlier forward; in one process "
+            "they would be those of before, and a recording has to compute them anew: make them in "
+            "__init__, as a buffer, or without a cache"
+        )
+    return state.changes()
+
+
 def _check_alike(
     changes: Sequence[Change], descriptions: Descriptions, later: Sequence[Change]
 ) -> None:

@@ -31,6 +31,7 @@ CLOCK_S = 90061 * 401 + 0.4321
 def untouched(model: torch.nn.Module, state: PythonState | None = None) -> Iterator[PythonState]:
     """Takes back what a forward does to the modules, and to their Python: its `state`."""
     state = PythonState(model) if state is None else state
+    state.remembered.begin()
     try:
         yield state
     finally:

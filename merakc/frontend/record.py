@@ -24,7 +24,7 @@ from merakc.frontend.calls.around import check_around
 from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.calls.generators import DrawnError
 from merakc.frontend.calls.refusals import check_modules
-from merakc.frontend.carried import Leftovers
+from merakc.frontend.carried import Leftovers, check_remembered
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.hits.alike import check_turns
 from merakc.frontend.left import Left, left_by
@@ -242,7 +242,7 @@ def _record(
         outputs, structure, aside = run(first)
         graph = first.graph().pruned()
         _check_memory(graph, real, state)
-        changes = state.changes()
+        changes = check_remembered(state)
         left = left_by(changes)
         if changes or (how.repeated and not how.compared.explain(graph)):
             leftovers = Leftovers(changes, first)

@@ -29,6 +29,7 @@ from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, NO_PART, UNDRAWN, Sy
 from merakc.frontend.builtin_calls import symbolic_builtins
 from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
+from merakc.frontend.calls.bags import bags_in_rows
 from merakc.frontend.calls.communication import (
     check_call,
     no_objects_sent,
@@ -137,6 +138,7 @@ class Recorder(WholeModules, Visiting, AsideRecorder, FunctionRecorder, HistoryR
             stack.enter_context(module_names(model, self.modules, passing, found))
             stack.enter_context(recordable(self._check_all))
             stack.enter_context(as_in_training())
+            stack.enter_context(bags_in_rows())
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(self.speaking())

@@ -22,6 +22,7 @@ from merakc.batches.split import (
 )
 from merakc.errors import ForwardError, OtherSizeError, RecordError, failure
 from merakc.files.printable import count_of
+from merakc.frontend.calls.around import decimal_settings
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording, record, without_aside
 from merakc.frontend.regions import WHY
@@ -268,8 +269,9 @@ def autocast_of(device: torch.device) -> tuple[torch.dtype, bool]:
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:
-    """What of torch's own state a forward may go by: autocast, whether gradients are on, the usual
-    dtype, and whether algorithms are deterministic.
+    """What of torch's and Python's own state a forward may go by: autocast, whether gradients are
+    on, the usual dtype, whether algorithms are deterministic, and how decimal numbers are rounded.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return autocast_of(device), torch.is_grad_enabled(), torch.get_default_dtype(), deterministic
+    usual = torch.is_grad_enabled(), torch.get_default_dtype()
+    return autocast_of(device), *usual, deterministic, *decimal_settings().values()

@@ -210,6 +210,12 @@ def analysed(
 
 def with_loss(recording: BatchRecording) -> BatchRecording:
     """The recording. Raises `ConfigError` where its forward returns no loss."""
+    if not recording.has_loss and not any(i.requires_grad for i in recording.graph.inputs):
+        raise ConfigError(
+            f"the forward of {recording.model_name} returns no loss for this batch, and nothing "
+            "that requires a gradient: a model that is never trained, as a teacher, is frozen "
+            "after auto_parallel (requires_grad_(False)), and called under torch.no_grad()"
+        )
     if not recording.has_loss:
         raise ConfigError(
             f"the forward of {recording.model_name} returns no loss for this batch; give it the "

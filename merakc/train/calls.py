@@ -72,6 +72,19 @@ def check_trained(line: str, parameters: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def check_frozen(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises `ConfigError`, on all ranks, where one of these, all that were frozen when the model
+    was compiled, is trainable now: before a step is taken that would leave it as it is.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            raise ConfigError(
+                f"parameter '{name}' requires a gradient now and did not when the model was "
+                "compiled; leave it trainable before auto_parallel, and freeze it behind that "
+                "(requires_grad_(False)): it may then change between steps"
+            )
+
+
 def _facts(
     steps: Steps,
     name: str,

@@ -22,7 +22,7 @@ from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, place_of, plain
 from merakc.simulation.simulate import Simulation
-from merakc.train.calls import check_trained, model_call
+from merakc.train.calls import check_frozen, check_trained, model_call
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.data.lent import Lent
 from merakc.train.expectations.bookkeeping import Bookkeeper
@@ -88,12 +88,13 @@ class ParallelModel(Forwards):
         own["_in_parts"] = parts or steps.groups.mesh.pp > 1
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
         own["_trained"] = trained = {n: p for n, p in parameters.items() if p.requires_grad}
-        own["_frozen"] = {n: p for n, p in parameters.items() if not p.requires_grad}
         shown = {
             name: steps.state[name] if name in steps.state else stand_in(place, steps.device)
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
+        kept = {n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}
+        own["_frozen"] = {n: p for n, p in kept.items() if not p.requires_grad}
         told = told_buffers(steps.state, steps.placements, steps.groups)
         shown |= told
         for name, tensor in shown.items():
@@ -113,7 +114,7 @@ class ParallelModel(Forwards):
         own["_handed"] = [(n, every[n]) for n in self._own("_owners").place if n in every]
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
-            follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
+            follow(kept, self._owners)
         refuse_ddp()
         own["_memory"] = Memory(partial(part_at, self), steps.state, told, steps.sharded)
 
@@ -261,6 +262,8 @@ class ParallelModel(Forwards):
             )
         if step.recording.asks:
             check_trained(step.recording.asks, self._own("_trained") | self._own("_empty"))
+        if train:
+            check_frozen(self._own("_frozen"))
         book = self._own("_book") if train else None
         updates = steps.sharded.updates if train and steps.sharded else None
         with ExitStack() as around:
@@ -285,13 +288,6 @@ class ParallelModel(Forwards):
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """The loss, which hands the gradients out, and these until it has."""
-        for name, frozen in self._own("_frozen").items():
-            if frozen.requires_grad:
-                raise ConfigError(
-                    f"parameter '{name}' requires a gradient now and did not when the model was "
-                    "compiled; leave it trainable before auto_parallel, and freeze it behind that "
-                    "(requires_grad_(False)): it may then change between steps"
-                )
         empty = self._own("_empty")
         left = empty if skipped else ()
         wanted = [(n, p) for n, p in self._own("_handed") if p.requires_grad and n not in left]

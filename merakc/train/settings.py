@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,6 +17,7 @@ from merakc.frontend.python.content import (
     content_hash,
     describe,
 )
+from merakc.frontend.python.remembered import keep_remembered
 from merakc.frontend.python.state import Change
 from merakc.frontend.python.watch import WatchedState
 from merakc.runtime.part import OfAWhole, plain
@@ -47,6 +48,7 @@ class Settings:
         self._first = self._look()
         self._code = list(self._first.code())
         self._written = {name: (x, marks(x)) for name, x in self._first.tensors()}
+        self._kept = {name: (x, marks(x)) for name, x in self._first.remembered.tensors()}
         self._before = self._key  # what was changed until then
 
     @contextmanager
@@ -81,12 +83,23 @@ class Settings:
             self._look()
             found = {c.name: c.after for c in self._first.changes() if self._counts(c)}
             written = {n: x for n, (x, before) in self._written.items() if marks(x) != before}
+            for name, x in self.state.remembered.tensors():
+                kept, before = self._kept.setdefault(name, (x, marks(x)))
+                if kept is not x or before != marks(x):
+                    written[name] = x
             code = zip(count(), self._code, self._first.code(), strict=False)
             others = {f"code {k}": now for k, before, now in code if now is not before}
             found |= {f"order of {name}": keys for name, keys in self._first.orders()}
             told = {n: repr(describe(x, self._leaf)) for n, x in (written | found | others).items()}
             self._key = tuple(sorted((dict(self._before) | told).items()))
         return self._key
+
+    def keep(self) -> None:
+        """A step runs: what functions with caches gave while it was compiled holds from now on."""
+        if keep_remembered():
+            for name, x in self.state.remembered.tensors():
+                self._kept.setdefault(name, (x, marks(x)))
+            self._versions = self._marks()
 
     def settle(self) -> None:
         """Takes what has changed since the last look for something that a step itself has done."""
@@ -99,7 +112,7 @@ class Settings:
         return self.state
 
     def _marks(self) -> list[tuple[int, int, bool]]:
-        return [marks(tensor) for _, tensor in self.state.tensors()]
+        return [marks(x) for _, x in chain(self.state.tensors(), self.state.remembered.tensors())]
 
     def _moved(self) -> bool:
         """Whether anything has been replaced, added, taken away or written to since."""

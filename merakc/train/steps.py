@@ -296,6 +296,7 @@ class Steps:
     ) -> StepResult:
         """One step of this rank, which draws by this number."""
         self.bind()
+        self.settings.keep()
         batches = self.batches(step, args, kwargs)
         self.reads.agree(step.recording.reads, group := dealt_over(step.layout, self.groups))
         if not self.alike:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import merakc
-from merakc.errors import RecordError
+from merakc.errors import ConfigError, MerakWarning, RecordError
 from merakc.ir.batches import BatchLayout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.lowering.recording import record_part
@@ -108,3 +108,16 @@ def test_one_sample_is_asked_for_what_one_says() -> None:
 def test_numbers_that_one_sample_is_not_asked_for_are_refused() -> None:
     with pytest.raises(RecordError, match=r"test_recording.py:\d+: .* does not read alike of one"):
         _read_in_places(otherwise=True)
+
+
+def test_a_frozen_model_without_a_loss_is_refused_with_what_to_do() -> None:
+    """And what is said to be done works."""
+    x, model = torch.ones(4, 3).double(), nn.Linear(3, 2).double()
+    with pytest.raises(ConfigError, match="is frozen after auto_parallel"):
+        merakc.auto_parallel(nn.Linear(3, 2).requires_grad_(False), x.float(), dp=1)
+    wanted = model(x).detach()
+    with pytest.warns(MerakWarning, match="for the mean of its outputs"):
+        teacher = merakc.auto_parallel(model, x, dp=1, micro_batches=2)
+    teacher.requires_grad_(False).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(x), wanted)

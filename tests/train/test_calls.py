@@ -322,3 +322,30 @@ def test_calls_that_change_from_one_to_the_next(layout: str) -> None:
     the shape of the loss is the forward's.
     """
     run_ranks(2, on_two, layout)
+
+
+def unfrozen(layer: int) -> tuple[str, int]:
+    """What a rank is told of layers made trainable between steps, and steps that it has taken."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    net[layer].requires_grad_(False)
+    x = torch.ones(4, 6, dtype=torch.float64)
+    loss = lambda out, _: out.square().mean()  # noqa: E731
+    model = merakc.auto_parallel(net, x, loss=loss, dp=1, pp=2, micro_batches=2, timeout_s=30)
+    model(x).loss.backward()
+    for parameter in model[layer].parameters():
+        parameter.requires_grad_(True)
+    with pytest.raises(ConfigError) as told:
+        model(x)
+    for parameter in model[layer].parameters():
+        parameter.requires_grad_(False)
+    model(x).loss.backward()
+    return str(told.value), model._own("_steps").taken
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_all_ranks_refuse_layers_that_are_made_trainable(layer: int) -> None:
+    """Before a step is taken; the ranks that hold nothing of them too."""
+    for told, taken in run_ranks(2, unfrozen, layer):
+        assert f"parameter '{layer}.weight' requires a gradient now" in told
+        assert taken == 2

@@ -6,6 +6,7 @@ None of it can be part of a recorded graph but what holds while it is recorded, 
 from __future__ import annotations
 
 import contextlib
+import decimal
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,23 @@ from merakc.frontend.source import user_line
 
 _OWN = ("torch.", "merakc.")
 _MODE_REMEDY = "a compiled step does not pass it; write what it does into the model"
+
+
+def decimal_settings() -> dict[str, Any]:
+    """What arithmetic of Python's `decimal` goes by in this thread."""
+    context = decimal.getcontext()
+    names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+    traps = tuple(signal for signal, is_set in context.traps.items() if is_set)
+    return {**{name: getattr(context, name) for name in names}, "traps": traps}
+
+
+def _set_decimal(settings: dict[str, Any]) -> None:
+    context = decimal.getcontext()
+    traps = {signal: signal in settings["traps"] for signal in context.traps}
+    for name, value in {**settings, "traps": traps}.items():
+        setattr(context, name, value)
+
+
 # Switches that a forward may leave otherwise than it found them, and how they are set.
 _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -33,6 +51,7 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.set_float32_matmul_precision,
     ),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the context of decimal": (decimal_settings, _set_decimal),
     "checks of anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
 }
 for _kind in ("cpu", "cuda"):
@@ -90,8 +109,8 @@ def without_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_flags() -> Iterator[None]:
-    """Raises `RecordError` where torch's switches are left otherwise than they were; sets them
-    back.
+    """Raises `RecordError` where switches of torch's or Python's are left otherwise than they were;
+    sets them back.
     """
     before = {name: get() for name, (get, _) in _FLAGS.items()}
     done = False

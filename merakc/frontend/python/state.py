@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, partial
 from itertools import chain
@@ -37,6 +37,7 @@ from merakc.frontend.python.content import (
     put_back,
     same,
 )
+from merakc.frontend.python.remembered import Remembered
 from merakc.frontend.source import INSTALLED
 from merakc.frontend.values.outside import WithLoss
 
@@ -96,7 +97,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module, others: Iterable[type] = ()) -> None:
         self._held: dict[int, Held] = {}
-        self._caches: dict[Any, Any] = {}
+        self.remembered = Remembered(_reads)
         self._classes: set[type] = set()
         self._functions: list[FunctionType] = []
         self._inside: set[tuple[int, str]] = set()  # names of modules that others look up
@@ -164,17 +165,10 @@ class PythonState:
 
     def put_back(self) -> None:
         """Gives every object what it held, but for generators and iterators that have advanced."""
-        self.forget()
         for held in self._held.values():
             if order_of(held) is not None or any(True for _ in differences(held)):
                 put_back(held.value, held.content)
-
-    def forget(self) -> None:
-        """Empties the caches of functions (`functools.lru_cache`) that were filled since."""
-        for function, before in self._caches.items():
-            if function.cache_info() != before:
-                function.cache_clear()
-                self._caches[function] = None  # what is in it now is of a recording
+        self.remembered.forget()
 
     def _see(self, value: Any, name: str, shared: bool, depth: int = 0) -> None:
         """Notes what an object holds, and goes on to the objects in it."""
@@ -252,7 +246,7 @@ class PythonState:
 
     def _see_function(self, function: Any) -> None:
         if isinstance(function, _lru_cache_wrapper):
-            self._caches[function] = function.cache_info()
+            self.remembered.see(function)
         if isinstance(function, _WRAPPERS):
             function = function.fget if isinstance(function, property) else function.__wrapped__
         if not isinstance(function, FunctionType) or id(function) in self._held:
@@ -358,6 +352,14 @@ class PythonState:
     def lookups(self) -> Iterable[tuple[dict[str, Any], dict[str, bool]]]:
         """Namespaces, and the names in them that code goes by, with whether they were there."""
         return self._lookups.values()
+
+
+def _reads(function: _lru_cache_wrapper[Any]) -> Callable[[], list[str]]:
+    """What says which of all that a function reads has changed from now on."""
+    state = PythonState(nn.Module())
+    state._see_function(function)
+    state._see_by_name()
+    return lambda: [change.name for change in state.changes()]
 
 
 def _spoken(function: FunctionType) -> Iterable[str]:

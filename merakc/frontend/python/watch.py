@@ -200,7 +200,7 @@ class WatchedState(PythonState):
         )
         if not same or self.rewired() or self.moved():
             return WatchedState(model)
-        self._caches = {function: function.cache_info() for function in self._caches}
+        self.remembered.again()
         return self
 
     def moved(self, *, drawn: bool = True) -> bool:
@@ -230,9 +230,9 @@ class WatchedState(PythonState):
         if self.moved():
             super().put_back()
             return
-        self.forget()
         for states, content in self._states:
             states.update(content)
+        self.remembered.forget()
 
 
 def namespace(cls: type) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.utils import _foreach_utils
 from merakc.runtime.groups import Groups
 from merakc.runtime.part import OfAWhole, TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
+from merakc.train.parameters.memory import note_whole
 from merakc.train.parameters.norms import Owners
 from merakc.train.parameters.numbers import (
     COPIES,
@@ -250,7 +251,8 @@ def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
             raise refusal(name, of)
         own = plain(value)
         is_whole = own.shape != plain(of).shape and of.source.is_part
-        args = of, _of(of.source, of.source.part(own) if is_whole else own)
+        args = of, _of(of.source, of.source.part(own).clone() if is_whole else own)
+        note_whole(name, of, value, is_whole=is_whole)
     return func(*args)
 
 

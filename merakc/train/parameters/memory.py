@@ -3,20 +3,25 @@
 `p.data = values` puts a tensor in the place of a parameter's memory. Where a step reads the
 parameter itself that is all there is to it. Where parameters stand in buckets, the values are
 brought there before the next step, and the old memory is left to whoever holds it, as swaps of
-averaged weights do. Other tensors, dtypes and devices than those that steps were compiled for are
-refused. So is memory that parameters of two models have together, once one is written to: the other
-would stay as it was.
+averaged weights do. Tensors of the user's that have the new memory are given the steps' in its
+place, so that they see what the optimizer writes, as in one process. Other tensors, dtypes and
+devices than those that steps were compiled for are refused. So is memory that parameters of two
+models have together, once one is written to: the other would stay as it was. So is memory of which
+something has another part, or that Python does not see.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, starmap
 from operator import attrgetter, call, eq, is_
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from merakc.errors import ConfigError
 from merakc.frontend.python.attributes import Attributes
@@ -29,6 +34,21 @@ Tensors = dict[str, torch.Tensor]
 _FORM = attrgetter("dtype", "device", "shape")
 COMPILED = "whose steps are compiled from the model that it was given; change the model before"
 _alive: weakref.WeakSet[Memory] = weakref.WeakSet()
+# Of parameters of which a rank has a part, the whole tensors that they were given last.
+_wholes = WeakTensorKeyDictionary()
+
+
+def note_whole(
+    attribute: str, parameter: torch.Tensor, value: torch.Tensor, *, is_whole: bool
+) -> None:
+    """Notes what a parameter is given by `.data =`: in one process both would be one from now on.
+    Of a whole tensor this rank takes its part.
+    """
+    if attribute != "data":
+        return
+    _wholes.pop(parameter, None)  # type: ignore[no-untyped-call]
+    if is_whole:
+        _wholes[parameter] = weakref.ref(value), None
 
 
 class Memory:
@@ -68,6 +88,7 @@ class Memory:
             self.places = {b: _pointers(b.owned) for b in self.buckets}
         # Parameters that were given the memory of another, by name, and where that lies.
         self.shared: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.given = Tensors()  # memory that parameters were given, while others hold it, by name
         _alive.add(self)
 
     def check_seen(self) -> None:
@@ -84,6 +105,8 @@ class Memory:
         given another's memory no longer has its values. And as `check_seen` does.
         """
         self.check_seen()
+        if len(_wholes):
+            self._check_wholes()
         with torch._C.DisableTorchFunctionSubclass():
             if not self._unchanged():
                 self._check()
@@ -95,6 +118,8 @@ class Memory:
                 moved = {n for n, at in places.items() if at != self.places[bucket][n]}
                 for name in self.shared.keys() & places.keys():
                     self._check_shared(bucket.owned[name], name, moved)
+                for name in self.given.keys() & places.keys():
+                    self._check_given(bucket.owned[name], name, moved)
                 if moved:
                     self._adopt(bucket, moved)
                     self.places[bucket] = _pointers(bucket.owned)
@@ -167,6 +192,39 @@ class Memory:
                 "does not see them; copy values instead, after every update: p.data.copy_(values)"
             )
 
+    def _check_wholes(self) -> None:
+        """While somebody holds a whole tensor its part is what it was, or it would be another; of
+        one whose part is on other ranks, while nothing here has been updated.
+        """
+        sources = {id(t.source.owners) for t in self.tensors if hasattr(t, "source")}
+        for own, (held, before) in [*_wholes.items()]:  # type: ignore[no-untyped-call]
+            if (whole := held()) is None or id(own.source.owners) not in sources:
+                continue
+            if plain(own).numel():
+                is_same = torch.equal(plain(own), own.source.part(plain(whole)))
+            else:
+                now = sum(plain(t)._version for t in self.tensors)
+                _wholes[own] = held, now
+                is_same = before in (None, now)
+            if not is_same:
+                raise ConfigError(
+                    f"'{own.source.name}' was given a whole tensor by .data =, of which each rank "
+                    "takes its part, and one of both was written to since; in one process the "
+                    "other would be, too, and something still holds it: let go of it (del), or "
+                    "give a copy: p.data = values.clone()"
+                )
+
+    def _check_given(self, own: torch.Tensor, name: str, moved: set[str]) -> None:
+        """Memory stays noted while others hold it, too; a parameter that is written to differs."""
+        if name in moved or not _held_by_others(self.given)[name]:
+            del self.given[name]
+        elif not torch.equal(own, self.given[name]):
+            raise ConfigError(
+                f"'{name}' was given memory by .data = that something else still holds, as a part "
+                "of a larger tensor, and was written to since, which is not seen there; give a "
+                "copy instead: p.data = values.clone()"
+            )
+
     def _adopt(self, bucket: Bucket, moved: set[str]) -> None:
         values = {n: bucket.owned[n].data for n in moved}
         own = {id(bucket.owned[n]) for n in moved}
@@ -186,6 +244,42 @@ class Memory:
         bucket.restore()
         for name, value in values.items():
             bucket.owned[name].data.copy_(value)
+        given = {n: v for n, v in values.items() if v.numel() and n not in self.shared}
+        if any(_held_by_others(given).values()):
+            _follow({n: (v, bucket.owned[n].data) for n, v in given.items()})
+            self.given |= {n: given[n] for n, held in _held_by_others(given).items() if held}
+
+
+def _held_by_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+    """Whether something else than these tensors holds the memory of each."""
+    own = Counter(t.untyped_storage()._cdata for t in tensors.values())
+    return {
+        n: torch._C._storage_Use_Count(s._cdata) > own[s._cdata] + 1  # the last is `s`
+        for n, s in ((n, t.untyped_storage()) for n, t in tensors.items())
+    }
+
+
+def _follow(moved: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Gives all other tensors of Python's that are one with the first of each two the memory of the
+    second.
+    """
+    places = {(_memory(old), _lies(old)): new for old, new in moved.values()}
+    memories, own = {memory for memory, _ in places}, {id(t) for two in moved.values() for t in two}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and torch._C._has_storage(thing):
+            memory = _memory(thing)
+            if memory in memories and id(thing) not in own and (memory, _lies(thing)) in places:
+                thing.data = places[memory, _lies(thing)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Of its memory, which part a tensor has, and how."""
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _pairs(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

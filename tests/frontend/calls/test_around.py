@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import decimal
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,7 @@ LEFT: dict[str, Callable[[], Any]] = {
     "autocast on cpu": lambda: torch.set_autocast_enabled("cpu", True),
     "the dtype of autocast on cpu": lambda: torch.set_autocast_dtype("cpu", torch.float16),
     "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "the context of decimal": lambda: setattr(decimal.getcontext(), "prec", 3),
 }
 
 
@@ -111,3 +113,4 @@ def test_switches_that_a_forward_leaves_changed(name: str) -> None:
     assert torch.get_default_dtype() == torch.float32
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.are_deterministic_algorithms_enabled()
+    assert decimal.getcontext().prec == decimal.DefaultContext.prec

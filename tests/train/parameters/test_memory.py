@@ -183,3 +183,67 @@ def test_torch_compile_leaves_a_compiled_step_as_it_is() -> None:
     model = built()
     expected = loss_of(model)
     assert float(torch.compile(model, backend="eager")(batch(0, 1))["loss"].detach()) == expected
+
+
+def stepped(model: Any, *, parts: tuple[int, int] = (0, 1)) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        model(batch(*parts))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def alone() -> dict[str, torch.Tensor]:
+    """Tensors that parameters were given, once these are trained: in one process they are one."""
+    model, given = Tied(), {n: t.clone() * 0.5 for n, t in Tied().named_parameters()}
+    for name, p in model.named_parameters():
+        p.data = given[name]
+    stepped(model)
+    return given
+
+
+Followed = tuple[dict[str, torch.Tensor], list[str]]
+
+
+def followed(options: dict[str, Any]) -> Followed:
+    """The same on ranks, and what is said where tensors cannot follow."""
+    torch.manual_seed(0)
+    model = built(**options)
+    model.load_state_dict(Tied().state_dict())
+    given = {n: t.clone() * 0.5 for n, t in Tied().named_parameters()}
+    for name, p in model.named_parameters():
+        p.data = given[name]
+    said, parts = list[str](), (model.data_parallel_rank, model.data_parallel_size)
+    try:
+        stepped(model, parts=parts)
+    except ConfigError as error:
+        said.append(str(error))
+    else:
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        start = 0
+        for p in model.parameters():
+            p.data, start = flat[start : start + p.numel()].view(p.shape), start + p.numel()
+        with pytest.raises(ConfigError) as told:
+            stepped(model, parts=parts)
+        said.append(str(told.value))
+        for p in model.parameters():
+            p.data = p.detach().clone()
+    return given, said
+
+
+def test_tensors_that_parameters_were_given_follow_them() -> None:
+    """Those of their own; parts of larger tensors do not, and that is said."""
+    torch.manual_seed(0)
+    plain = alone()
+    found: list[Followed] = run_ranks(2, followed, {"dp": 2, "state_shards": "zero-0"})
+    for given, said in found:
+        for name, tensor in given.items():
+            torch.testing.assert_close(tensor, plain[name], rtol=1e-10, atol=1e-12)
+        assert "as a part of a larger tensor" in said[0]
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {"dp": 2, "state_shards": "zero-3"}], ids=str)
+def test_whole_tensors_that_parameters_were_given_cannot_follow(options: dict[str, Any]) -> None:
+    for _, said in run_ranks(2, followed, options):
+        assert "was given a whole tensor by .data =" in said[0]
+        assert "p.data = values.clone()" in said[0]
