@@ -340,6 +340,7 @@ def without_its_group(folder: Path, model: Any, optimizer: torch.optim.Optimizer
 
 def hindered(folder: Path) -> dict[str, str]:
     """What each rank is told, of one model, after another."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test process has
     model, optimizer = trained(1, tp=2)
     in_the_midst_of_a_step(folder, model, optimizer)
     told = {"memory": one_without_memory(folder, model, optimizer)}
