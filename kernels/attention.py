@@ -156,15 +156,17 @@ def attention_backward_now(grad_out: Tensor, *others: Any) -> tuple[Tensor, Tens
 # Registration
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The shapes of a result and of its logsumexp, without values."""
     b, h, s = q.shape[:3]
     out = q.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
     return out, q.new_empty((b, s, h), dtype=lse_dtype(q.dtype)).transpose(1, 2)
 
 
-def _fake_backward(
+def fake_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes of the gradients of queries, keys and values."""
     return empty_bshd(q, q), empty_bshd(q, k), empty_bshd(q, v)
 
 
@@ -199,6 +201,6 @@ torch.library.impl("merakc::attention", "cuda", forward_of(attention_cuda.forwar
 torch.library.impl("merakc::attention_backward", "default", backward_of(reference_backward))
 torch.library.impl("merakc::attention_backward", "cpu", BACKWARD_CPU)
 torch.library.impl("merakc::attention_backward", "cuda", backward_of(attention_cuda.backward))
-torch.library.register_fake("merakc::attention", _fake)
-torch.library.register_fake("merakc::attention_backward", _fake_backward)
+torch.library.register_fake("merakc::attention", fake)
+torch.library.register_fake("merakc::attention_backward", fake_backward)
 torch.library.register_autograd("merakc::attention", _differentiate, setup_context=_save)

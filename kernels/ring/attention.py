@@ -22,8 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from merakc.kernels.attention import attention_backward_now, attention_now
-from merakc.kernels.attention_formulas import empty_bshd, lse_dtype, to_bsh, to_bshd
+from merakc.kernels.attention import (
+    attention_backward_now,
+    attention_now,
+    fake,
+    fake_backward,
+)
+from merakc.kernels.attention_formulas import lse_dtype, to_bsh, to_bshd
 from merakc.kernels.attention_rows import sink_gradient, with_sink
 from merakc.kernels.collectives import Pending
 from merakc.kernels.exchange import start_all_to_all
@@ -255,18 +260,6 @@ def _backward(
     )
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    b, h, s = q.shape[:3]
-    out = q.new_empty((b, s, h, v.shape[3])).transpose(1, 2)
-    return out, q.new_empty((b, s, h), dtype=lse_dtype(q.dtype)).transpose(1, 2)
-
-
-def _fake_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_bshd(q, q), empty_bshd(q, k), empty_bshd(q, v)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, ctx.causal, ctx.scale, sink, *ctx.ring = inputs
     ctx.save_for_backward(q, k, v, mask, *output, sink)
@@ -294,6 +287,6 @@ torch.library.define(
 )
 torch.library.impl("merakc::ring_attention", "default", _forward)
 torch.library.impl("merakc::ring_attention_backward", "default", _backward)
-torch.library.register_fake("merakc::ring_attention", _fake)
-torch.library.register_fake("merakc::ring_attention_backward", _fake_backward)
+torch.library.register_fake("merakc::ring_attention", fake)
+torch.library.register_fake("merakc::ring_attention_backward", fake_backward)
 torch.library.register_autograd("merakc::ring_attention", _differentiate, setup_context=_save)
