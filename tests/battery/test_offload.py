@@ -109,7 +109,9 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 SENT_BYTES = 4 * (64 // 4) * LENGTH * WIDTH * 8
-"""A message for each micro-batch: what a rank holds where a busy neighbor has taken none yet."""
+"""The messages of a batch, each of a micro-batch or a part of one: what a rank holds where a busy
+neighbor has taken none yet.
+"""
 
 
 def on_ranks() -> list[tuple[Found, Found]]:
@@ -129,7 +131,7 @@ def test_not_a_bit_changes_on_two_ranks() -> None:
             assert_same_bits(kept, moved)
             assert moved.host_measured == moved.host_predicted > 0, layout
             off_bytes = kept.measured - kept.predicted
-            sent_bytes = SENT_BYTES if layout.get("pp") else 0
+            sent_bytes = SENT_BYTES if layout.get("pp") or layout.get("overlap") else 0
             assert moved.measured <= kept.measured + sent_bytes, layout
             assert moved.measured - moved.predicted == pytest.approx(
                 off_bytes, abs=0.03 * kept.measured + sent_bytes
