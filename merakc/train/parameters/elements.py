@@ -173,9 +173,10 @@ def told_buffers(
 @torch.enable_grad()  # or users could write to it under `no_grad` alone
 def _tell(parameter: HeldParameter) -> None:
     """A hook that refers to no parameter: Python does not collect what such a hook keeps."""
-    gradient = parameter.grad
-    if type(gradient) is torch.Tensor:
-        parameter.grad = _of(parameter.source, gradient)
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        if type(gradient) is torch.Tensor:
+            parameter.grad = _of(parameter.source, gradient)
 
 
 def _of(source: Source, tensor: torch.Tensor, views: tuple[str, ...] = ()) -> Elements:
@@ -189,13 +190,12 @@ def _known(source: Source, gradient: torch.Tensor | None) -> Elements | None:
     return None if gradient is None else _of(source, gradient)
 
 
-@torch.no_grad()
 def tell_state(of: HeldParameter, state: dict[str, Any]) -> None:
     """Lets an optimizer's state of a parameter that has its elements say what it is, too."""
-    form = plain(of).shape
     for key, value in state.items():
-        if type(value) is torch.Tensor and value.dim() and value.shape == form:
-            state[key] = _of(of.source, value)
+        if type(value) is torch.Tensor and value.dim() and value.shape == plain(of).shape:
+            with torch.no_grad():
+                state[key] = _of(of.source, value)
 
 
 def _told_apart(of: Any) -> torch.Tensor:
