@@ -94,6 +94,18 @@ def with_seconds(cost: StageCost, seconds: Mapping[ActionKind, float]) -> StageC
     )
 
 
+def with_messages(cost: StageCost, there_s: float, back_s: float) -> StageCost:
+    """The cost with what its messages take of the core that computes: those of its forward, and
+    those of its gradients.
+    """
+    return replace(
+        cost,
+        forward_s=cost.forward_s + there_s,
+        backward_s=cost.backward_s + back_s,
+        input_grad_s=cost.input_grad_s + back_s,
+    )
+
+
 def faster(cost: StageCost, share: float) -> StageCost:
     """The cost with every compute taking only a share of its seconds."""
     return replace(

@@ -12,7 +12,7 @@ from merakc.costs.head import even_layout, with_head
 from merakc.costs.host import HostUpdate, host_update, left_seconds
 from merakc.costs.pipeline_links import pipeline_links
 from merakc.costs.ranks import stage_devices
-from merakc.costs.stage import faster
+from merakc.costs.stage import faster, with_messages
 from merakc.costs.state import Precision
 from merakc.costs.work.sharded import OPTIMIZER_STATES
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
@@ -24,6 +24,7 @@ from merakc.lowering.graph_costs import graph_costs
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
 from merakc.machines.cluster import Cluster
+from merakc.machines.links import Link
 from merakc.passes.pipeline import called_pieces
 from merakc.passes.programs.collectives import Touches
 from merakc.simulation.simulate import Simulation, simulate
@@ -54,9 +55,8 @@ def predict(
     if costs is None:
         cluster = cluster.with_hardware(mesh.world_size)
         costs = planned_costs(lowered, cluster)
-    table = replace(cost_table(lowered, cluster, costs), collectives=collectives or {})
-    if messages is not None:
-        table = replace(table, p2p_latency_s=messages[0], p2p_bytes_per_s=messages[1])
+    table = cost_table(lowered, cluster, costs, messages)
+    table = replace(table, collectives=collectives or {})
     if overlap is not None:
         table = replace(table, overlap=overlap)
     ranks = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
@@ -89,19 +89,36 @@ def prediction_of(
     )
 
 
-def cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]) -> CostTable:
-    """What the actions of a plan's Programs cost on a cluster, by the costs of its stages."""
+def cost_table(
+    lowered: Lowered,
+    cluster: Cluster,
+    costs: tuple[StageCost, ...],
+    messages: tuple[float, float] | None = None,
+) -> CostTable:
+    """What the actions of a plan's Programs cost on a cluster, by the costs of its stages; for
+    `messages` see `predict`. Where the cores that compute carry these, each costs its latency at
+    both of its ends.
+    """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
     links = pipeline_links(mesh, cluster)
+    near = Link(*messages) if messages else links.near
+    beside = (cluster.sharing or cluster.described(mesh.world_size)).beside(mesh.world_size)
+    by_cores = mesh_fabric(mesh, cluster).by_cores
+    handled_s = (1.0 - beside) * near.latency_s if by_cores else 0.0
+    there, back = _handled(lowered)
     return CostTable(
         tuple(
-            replace(cost, reduce_s=tied_seconds(tied_bytes(plan, graph, stage), mesh, cluster))
+            with_messages(
+                replace(cost, reduce_s=tied_seconds(tied_bytes(plan, graph, stage), mesh, cluster)),
+                there[stage] * handled_s,
+                back[stage] * handled_s,
+            )
             for stage, (cost, graph) in enumerate(zip(costs, local, strict=True))
         ),
-        *links.near,
+        *near,
         collective_s=_collective_seconds(lowered, cluster),
-        overlap=(cluster.sharing or cluster.described(mesh.world_size)).beside(mesh.world_size),
+        overlap=beside,
         copied=_copied(lowered, cluster),
         sharing=cluster.sharing,
         ranks=mesh.world_size,
@@ -109,6 +126,18 @@ def cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...])
         crossing=links.crossing,
         mesh=mesh,
     )
+
+
+def _handled(lowered: Lowered) -> tuple[Counter[int], Counter[int]]:
+    """The messages that each stage sends and receives for a micro-batch: values, and gradients."""
+    there, back = Counter[int](), Counter[int]()
+    rank_of = lowered.plan.rank_of
+    for t in lowered.stages.transfers:
+        ends = t.source_stage, t.target_stage
+        if rank_of[ends[0]] != rank_of[ends[1]]:
+            there.update(ends)
+            back.update(ends if t.grad else ())
+    return there, back
 
 
 def _host_updates(lowered: Lowered, cluster: Cluster) -> list[dict[str, HostUpdate]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from merakc.costs.device import Place, rank_place
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.ranks import rank_devices, reserved_bytes
+from merakc.costs.stage import with_messages
 from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
@@ -194,18 +195,24 @@ class Job:
         return self._priced(stagewise=False)
 
     def _priced(self, *, stagewise: bool) -> list[StageCost]:
-        """Stages of the same pieces, behind the same one, are one value many times."""
+        """Stages of the same pieces, behind the same one, are one value many times. Where the cores
+        that compute carry messages, each costs them its latency at both of its ends.
+        """
         known: dict[tuple[int, ...], StageCost] = {}
-        found = []
+        fabric, found = self.links.fabric, []
         for part, rank in zip(self.parts, self.rank_of, strict=True):
             before = self.kinds[part[0] - 1] if part[0] else -1
-            key = id(self.places[rank]), before, *[self.kinds[k] for k in part]
+            is_last = part[-1] == len(self.pieces) - 1
+            key = id(self.places[rank]), before, is_last, *[self.kinds[k] for k in part]
             if key not in known:
-                (known[key],) = stage_costs(
+                (cost,) = stage_costs(
                     self.pieces, self.costs[rank], [part], self.places[rank],
                     precision=self.framework.precision, stagewise=stagewise,
                     gradients=self.framework.stagewise,
                 )  # fmt: skip
+                ends = (part[0] > 0) + (not is_last)
+                handled_s = ends * fabric.local_latency_s if fabric.by_cores else 0.0
+                known[key] = with_messages(cost, handled_s, handled_s)
             found.append(known[key])
         return found
 

@@ -149,15 +149,11 @@ class _Together:
 
     def _way(self, program: Program, rank: _Rank) -> Iterator[Compute | Wait | _Receive]:
         """What a rank does, one thing after the other."""
-        handled_s = 0.0  # the time of a core that messages took since the last compute
         for action in program.actions:
-            if self.is_short and action.kind.is_message and action.peer != program.rank:
-                handled_s += self.costs.link(program.rank, action.peer).latency_s
             if action.kind is ActionKind.SEND:
                 self.links.post(program.rank, action, self.now_s)
             elif action.kind is ActionKind.RECV:
                 yield _Receive(program.rank, action)
             else:
                 rank.durations_s.append(0.0)
-                took_s, handled_s = self.seconds(action) + handled_s, 0.0
-                yield from parts_of(action, took_s, self.costs, rank.clock)
+                yield from parts_of(action, self.seconds(action), self.costs, rank.clock)

@@ -13,8 +13,8 @@ from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
-from merakc.lowering.predict import predict
-from merakc.machines.cluster import NOMINAL_CPU
+from merakc.lowering.predict import cost_table, planned_costs, predict
+from merakc.machines.cluster import NOMINAL_CPU, Sharing
 from tests.recorded import one_of_several
 
 SLOW = replace(NOMINAL_CPU, op_overhead_s=0.0, link_latency_s=0.0, link_bytes_per_s=1e6)
@@ -79,3 +79,33 @@ def test_sharding_communicates_as_its_formula_says(counts: tuple[int, int, int])
     # One bucket stays gathered from its first use on.
     expected = {(1, 1, 4): 2, (1, 4, 4): 1 + MICRO_BATCHES, (4, 4, 4): 1 + MICRO_BATCHES}
     assert simulation.communication_s == pytest.approx((expected[counts] * share_s,))
+
+
+@pytest.mark.parametrize("cores", [0, 2, 3, 4])
+def test_messages_cost_the_cores_that_carry_them_at_both_ends(cores: int) -> None:
+    """Of four cores for two ranks two have nothing else to do; of GPUs it is no core."""
+    found = lowered(Mesh(pp=2))
+    cluster = replace(SLOW, link_latency_s=1.0)
+    sharing = Sharing((1.0,) * cores, 4) if cores else None
+    for own, share in (
+        (replace(cluster, sharing=sharing), 1.0 - max(cores / 2 - 1.0, 0.0)),
+        (replace(cluster, gather_share=1.0), 0.0),
+    ):
+        free = cost_table(found, replace(own, link_latency_s=0.0), planned_costs(found, own))
+        table = cost_table(found, own, planned_costs(found, own))
+        values = len(found.stages.transfers)
+        gradients = sum(t.grad for t in found.stages.transfers)
+        assert 0 < gradients <= values
+        for stage, before in zip(table.stages, free.stages, strict=True):
+            assert stage.forward_s - before.forward_s == pytest.approx(values * share)
+            assert stage.backward_s - before.backward_s == pytest.approx(gradients * share)
+            assert stage.weight_grad_s == before.weight_grad_s
+
+
+def test_messages_as_measured_cost_what_was_measured() -> None:
+    found, costs = lowered(Mesh(pp=2)), planned_costs(lowered(Mesh(pp=2)), SLOW)
+    table = cost_table(found, SLOW, costs, (0.5, 1e9))
+    assert (table.p2p_latency_s, table.p2p_bytes_per_s) == (0.5, 1e9)
+    assert table.stages[0].forward_s - costs[0].forward_s == pytest.approx(
+        0.5 * len(found.stages.transfers)
+    )

@@ -68,7 +68,8 @@ def test_what_pieces_call_faster_than_the_best_in_full_is_planned(
     found = [*module._planned(request, candidates, recording, NOMINAL_CPU, str, [])]
     every = [one.sample_s for one in finalists.values()]
     if slower == 1.0:
-        assert len(found) == 2
+        others = [one for one in finalists.values() if one.sample_s not in tried]
+        assert len(found) == 2 or all(one.least_sample_s >= min(found) for one in others)
     else:
         assert 5 <= len(found) < module.MOST_FINALISTS
         left = [sample_s for sample_s in every if sample_s not in tried]

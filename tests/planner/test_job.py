@@ -10,6 +10,7 @@ from merakc.costs.stages import stage_costs
 from merakc.costs.state import MIXED
 from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.planner.job import Framework, make_job
 from tests.planner.test_estimate import HARDWARE, PIECES, SHAPE
 
@@ -49,6 +50,18 @@ def test_stages_that_are_alike_are_one_value_and_cost_what_each_does() -> None:
             )  # fmt: skip
             assert cost == replace(alone, static_bytes=cost.static_bytes)
         assert found[1] is found[2]
+
+
+def test_messages_cost_the_cores_that_carry_them() -> None:
+    strategy, framework = Strategy(pp=2, chunks=2, micro_batches=8), Framework(stagewise=True)
+    shards, by_cores = StateShards(1, 1, 1), NOMINAL_CPU.described(2)
+    slow = replace(NOMINAL_CPU, link_latency_s=1.0).described(2)
+    pairs = [make_job(PIECES, strategy, own, framework).stages(shards) for own in (by_cores, slow)]
+    more_s = [1.0 - NOMINAL_CPU.link_latency_s] * 2
+    ends = [1, 2, 2, 1]
+    for free, cost, count in zip(*pairs, ends, strict=True):
+        found = cost.forward_s - free.forward_s, cost.backward_s - free.backward_s
+        assert found == pytest.approx([count * s for s in more_s])
 
 
 def test_the_state_of_experts_is_shared_by_dp_ranks_alone() -> None:

@@ -111,16 +111,6 @@ def test_where_nothing_is_slower_the_step_is_the_same(name: str) -> None:
     assert shared.busy_s == pytest.approx(plain.busy_s)
 
 
-def test_messages_take_time_of_cores_that_are_short() -> None:
-    transfers = [Transfer("h", 0, 1, 8, True)]
-    programs = build_programs(Mesh(pp=2), make_schedule("gpipe", 2, 1), transfers)
-    costs = replace(FREE, stages=(COST, COST), p2p_latency_s=0.25)
-    assert found(programs, Sharing((1.0, 1.0), 2), costs) == {k: [1.0, 0.0, 0.0] for k in (0, 1)}
-    # Rank 1 takes in what comes before its forward; rank 0, which has sent it, before its backward.
-    assert found(programs, ONE_CORE, costs)[1][0] == pytest.approx(1.25)
-    assert found(programs, ONE_CORE, costs)[0][1] == pytest.approx(0.5)
-
-
 def test_what_runs_beside_a_wait_takes_a_core_too() -> None:
     posted = Collective(CollectiveKind.REDUCE, "0:0", "n", 1.0)
     backward = Action(ActionKind.BACKWARD, 0, 0, collectives=(posted,))

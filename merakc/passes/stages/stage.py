@@ -183,11 +183,15 @@ def _message_bytes(size_bytes: int, differentiated: bool, cluster: Cluster) -> i
 def _stage_seconds(
     problem: CutProblem, of: Sequence[int], report: CutReport, cluster: Cluster
 ) -> float:
-    """Seconds of a micro-batch on the heaviest stage, and of the messages of an average one."""
+    """Seconds of a micro-batch on the heaviest stage, and of the messages of an average one, where
+    one takes both of its ends.
+    """
     stages = max(of) + 1
     sent = {(a, of[b]) for a, b, _ in problem.edges if of[a] != of[b]}
     sent_bytes = sum(problem.prices[a] for a, _ in sent)
-    return (report.load * sum(problem.weights_s) + sent_bytes / cluster.link_bytes_per_s) / stages
+    return (
+        report.load * sum(problem.weights_s) + 2 * sent_bytes / cluster.link_bytes_per_s
+    ) / stages
 
 
 def _speeds(
