@@ -126,4 +126,5 @@ def _shown(
     for k in range(len(size)):
         if k not in placed:
             y = y.unsqueeze(k)
-    return y if list(y.shape) == list(size) else y.expand(list(size))
+    # Another tensor in any case: torch takes none for a view of itself.
+    return y.expand(list(size)) if y is x or list(y.shape) != list(size) else y
