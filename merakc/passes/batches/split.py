@@ -306,6 +306,4 @@ class _Split:
 
 
 def _is_places(spec: TensorSpec) -> bool:
-    return not (
-        spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool
-    )
+    return not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool)
