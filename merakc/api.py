@@ -318,7 +318,7 @@ def _build(
     plan = replace(lowered.plan, parameters=held)
     onednn = made.device.type == "cpu" and from_rank_0(gemm.is_faster)
     lowered = replace(lowered, plan=plan, compiled=fuser is not None, onednn=onednn)
-    own = adapted(lowered, recording, results=False, kept=())
+    own = lowered if lowered.parts else adapted(lowered, recording)
     chunks = cache(lambda: own.rank_graphs(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     state, sharded = allocate(placements, lowered, groups, made.device)
@@ -335,8 +335,7 @@ def _build(
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
     step = steps.add(key, recording, own, chunks(), layout)
-    if made.device.type == "cpu":
-        steps.kept = keep_freed_memory()
+    steps.kept = keep_freed_memory() if made.device.type == "cpu" else None
     simulation, book = _priced(made, steps, step, ledger, measured=cluster is None)
     return steps, recording.aliases, simulation, book
 

@@ -110,7 +110,11 @@ def outputs_of(
 
 
 def adapted(
-    lowered: Lowered, recording: BatchRecording, *, results: bool, kept: Collection[str]
+    lowered: Lowered,
+    recording: BatchRecording,
+    *,
+    results: bool = False,
+    kept: Collection[str] = (),
 ) -> Lowered:
     """`adapt_plan`, with small outputs too that a step for the loss computes in any case: where it
     can keep them, and not where it runs micro-batches in parts, which keep nothing.
