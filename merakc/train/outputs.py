@@ -16,7 +16,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind, TensorSpec
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.passes.batches.recorded import BatchRecording
-from merakc.passes.batches.states import Kind
+from merakc.passes.batches.states import Kind, State
 
 # What a step keeps of an output that nobody has asked for yet, in bytes of the whole batch: so
 # little that it does not show beside a step's activations. Scores of 1,000 classes for 256 samples.
@@ -133,7 +133,8 @@ def _small(recording: BatchRecording) -> set[str]:
     for node in reversed(graph.nodes):
         if node.name in made:
             made.update(ref.node for ref in node.refs)
-    specs, states = graph.specs(), {o.name: None for o in graph.outputs}
+    specs = graph.specs()
+    states: dict[str, State | None] = {o.name: None for o in graph.outputs}
     if found is not None and parts > 1:
         states = {o.name: found.states[o.ref] for o in found.part.outputs}
     if len(states) < len(graph.outputs):  # lists, which cannot be kept
