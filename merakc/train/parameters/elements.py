@@ -269,7 +269,8 @@ def _by_elements(
     first = next((x for x in known if x.source.is_part), known[0])
     is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
     missing = next((x for x in known if not x.source.is_everywhere), None)
-    if missing is not None and name in _NUMBER and first.source.numel == 1 and not first.views:
+    is_one = first.source.numel == 1 and not (first.views or first.is_complex())
+    if missing is not None and name in _NUMBER and is_one:
         return called(func, (number_of(first),), kwargs)
     meets = missing is not None and meets_gradients(args, kwargs)
     writes = (name.endswith("_") and name[:2] != "__") or name in _PYTHON_WRITES
