@@ -19,8 +19,9 @@ from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.batches.states import Kind, State
 
 # What a step keeps of an output that nobody has asked for yet, in bytes of the whole batch: so
-# little that it does not show beside a step's activations. Scores of 1,000 classes for 256 samples.
-LITTLE_BYTES = 1 << 20
+# little that it does not show beside what a small model's step holds. Scores of 10 classes for 800
+# samples.
+LITTLE_BYTES = 1 << 15
 
 
 class HandOut(torch.autograd.Function):
