@@ -55,6 +55,7 @@ from merakc.train.expectations.bookkeeping import Bookkeeper, make_header
 from merakc.train.expectations.expected import expected
 from merakc.train.mirror import users_type
 from merakc.train.model import AdaptedModel, ParallelModel
+from merakc.train.outputs import adapted
 from merakc.train.outside.within import is_adapted
 from merakc.train.parameters.allocate import allocate
 from merakc.train.parameters.optimizers import leave
@@ -317,7 +318,8 @@ def _build(
     plan = replace(lowered.plan, parameters=held)
     onednn = made.device.type == "cpu" and from_rank_0(gemm.is_faster)
     lowered = replace(lowered, plan=plan, compiled=fuser is not None, onednn=onednn)
-    chunks = cache(lambda: lowered.rank_graphs(groups.rank))
+    own = lowered if lowered.parts else adapted(lowered, recording)
+    chunks = cache(lambda: own.rank_graphs(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     state, sharded = allocate(placements, lowered, groups, made.device)
     leave(model)
@@ -332,9 +334,8 @@ def _build(
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
-    step = steps.add(key, recording, lowered, chunks(), layout)
-    if made.device.type == "cpu":
-        steps.kept = keep_freed_memory()
+    step = steps.add(key, recording, own, chunks(), layout)
+    steps.kept = keep_freed_memory() if made.device.type == "cpu" else None
     simulation, book = _priced(made, steps, step, ledger, measured=cluster is None)
     return steps, recording.aliases, simulation, book
 

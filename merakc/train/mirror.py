@@ -28,7 +28,10 @@ from merakc.train.parameters.resetting import RESETS, reset
 from merakc.train.told import warn_of_line
 from merakc.train.withheld import Withheld, refuse_to_change
 
-_HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
+_HOOKED = (
+    "after auto_parallel; its forward is part of a compiled step: register forward hooks before "
+    "auto_parallel, and for gradients p.register_hook, or use an autograd.Function in the forward"
+)
 # What every module has, and a mirror has for itself.
 _OF_MODULES = frozenset({*vars(nn.Module), *vars(nn.Module())})
 # Methods of ours that call those of a user's class.
@@ -234,10 +237,7 @@ class Part(Mirror):
         return super().state_dict(*args, **kwargs)
 
     def _hooked(self, *_: Any, **__: Any) -> Never:
-        raise ConfigError(
-            f"a hook is registered on {type(self._source).__name__} after auto_parallel; "
-            f"{_HOOKS_REMEDY}"
-        )
+        raise ConfigError(f"a hook is registered on {type(self._source).__name__} {_HOOKED}")
 
     register_forward_hook = register_forward_pre_hook = register_backward_hook = _hooked
     register_full_backward_hook = register_full_backward_pre_hook = _hooked

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from merakc.errors import ConfigError, RecordError
+from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.frontend.record import Recording
-from merakc.ir.graph import OutputKind
+from merakc.ir.graph import OutputKind, TensorSpec
+from merakc.lowering.lowered import Lowered, adapt_plan
+from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.batches.states import Kind, State
+
+# What a step keeps of an output that nobody has asked for yet, in bytes of the whole batch: so
+# little that it does not show beside what a small model's step holds. Scores of 10 classes for 800
+# samples.
+LITTLE_BYTES = 1 << 15
 
 
 class HandOut(torch.autograd.Function):
@@ -98,3 +108,47 @@ def outputs_of(
         else:
             leaves.append(leaf)
     return pytree.tree_unflatten(leaves, recording.structure)
+
+
+def adapted(
+    lowered: Lowered,
+    recording: BatchRecording,
+    *,
+    results: bool = False,
+    kept: Collection[str] = (),
+) -> Lowered:
+    """`adapt_plan`, with small outputs too that a step for the loss computes in any case: where it
+    can keep them, and not where it runs micro-batches in parts, which keep nothing.
+    """
+    in_parts = any(count > 1 for count in lowered.plan.sub_batches)
+    small = set() if in_parts or not recording.has_loss else _small(recording)
+    if small - set(kept):
+        with suppress(PlanError, RecordError):
+            return adapt_plan(lowered, recording, results=results, kept={*kept, *small})
+    return adapt_plan(lowered, recording, results=results, kept=kept)
+
+
+def _small(recording: BatchRecording) -> set[str]:
+    graph, found, parts = recording.graph, recording.found, recording.layout.parts
+    made = {o.ref.node for o in graph.outputs if o.kind is OutputKind.LOSS}
+    for node in reversed(graph.nodes):
+        if node.name in made:
+            made.update(ref.node for ref in node.refs)
+    specs = graph.specs()
+    states: dict[str, State | None] = {o.name: None for o in graph.outputs}
+    if found is not None and parts > 1:
+        states = {o.name: found.states[o.ref] for o in found.part.outputs}
+    if len(states) < len(graph.outputs):  # lists, which cannot be kept
+        return set()
+    return {
+        o.name
+        for o in graph.outputs
+        if o.kind is OutputKind.RESULT and o.ref.node in made and is_little(specs[o.ref], parts)
+        and ((state := states[o.name]) is None
+             or (state.kind is not Kind.COUPLED and (state.rows or not state.sampled)))
+    }  # fmt: skip
+
+
+def is_little(spec: TensorSpec | torch.Tensor, parts: int = 1) -> bool:
+    """Whether so many tensors are no more than `LITTLE_BYTES`."""
+    return math.prod(spec.shape) * spec.dtype.itemsize * parts <= LITTLE_BYTES

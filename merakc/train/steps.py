@@ -28,7 +28,7 @@ from merakc.ir.same import Same
 from merakc.kernels.collectives import AXES, bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.lowering.forwards import surroundings
-from merakc.lowering.lowered import Lowered, adapt_plan
+from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import record_part
 from merakc.machines.garbage import few_collections
@@ -53,7 +53,7 @@ from merakc.train.besides import Besides
 from merakc.train.compiled_step import CompiledStep, Form, check_held
 from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
-from merakc.train.outputs import names_of, told_name
+from merakc.train.outputs import adapted, names_of, told_name
 from merakc.train.settings import Settings
 from merakc.train.told import warn_of_same, warn_of_shapes
 from merakc.train.unused import drop_unused, forget
@@ -267,7 +267,7 @@ class Steps:
             if form.kept is None or told_name(recording, name) in form.kept
         }  # fmt: skip
         planned = replace(self.planned, plan=plan, onednn=onednn)
-        lowered = adapt_plan(planned, recording, results=results, kept=kept)
+        lowered = adapted(planned, recording, results=results, kept=kept)
         if train and not (results or kept):
             lowered = with_parts(lowered, recorded, layout.own)
         check_held(lowered, self.placements)

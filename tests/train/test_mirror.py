@@ -137,6 +137,17 @@ def test_what_would_go_unheard_is_refused(act: Any) -> None:
         act(parallel)
 
 
+def test_a_refused_hook_says_what_works() -> None:
+    _, parallel, x = made()
+    layer = parallel.inner.layer
+    with pytest.raises(ConfigError, match=r"for gradients p\.register_hook"):
+        layer.register_full_backward_hook(lambda *_: None)
+    seen: list[float] = []
+    layer.weight.register_hook(lambda gradient: seen.append(float(gradient.norm())))
+    parallel(x).backward()
+    assert seen == [pytest.approx(layer.weight.grad.norm().item())]
+
+
 def test_to_look_takes_no_time() -> None:
     """Of a model of a thousand modules, a few calls."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(100)))

@@ -26,7 +26,7 @@ from merakc.ir.batches import (
     Share,
     ShareKind,
 )
-from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
@@ -96,6 +96,7 @@ class _Split:
         self.alone = tuple(norms)
         self.lines: tuple[str, ...] = ()
         if couplings == PER_MICRO_BATCH:
+            self.check_places()
             coupled = [o for o in outputs if self.is_coupled(o.ref) and o not in (*norms, *roots)]
             self.alone = (*norms, *roots, *coupled)
             whys = dict.fromkeys(self.states[o.ref].why for o in (*roots, *coupled))
@@ -224,12 +225,41 @@ class _Split:
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         batch = [i.target for i in self.found.part.inputs if i.kind is InputKind.BATCH]
         taken = taken_dims({name: self.found.sampled.get(name) for name in batch})
+        alone = ', or ask for couplings="per micro-batch", which takes each micro-batch for a batch'
         raise RecordError(
             f"{why}: samples of the batch are coupled before {mine / every:.0%} of the layers' "
-            "arithmetic, so that it cannot run in parts; train with dp=1 and micro_batches=1, or "
-            'ask for couplings="per micro-batch", which takes each micro-batch for a batch of its '
-            f"own there; {taken}"
+            "arithmetic, so that it cannot run in parts; train with dp=1 and micro_batches=1"
+            f"{'' if self.by_places() else f'{alone} of its own there'}; {taken}"
         )
+
+    def check_places(self) -> None:
+        """Refuses micro-batches for themselves where the batch says places among all samples."""
+        if node := self.by_places():
+            batch = [i.target for i in self.found.part.inputs if i.kind is InputKind.BATCH]
+            raise RecordError(
+                f'{node.source}: couplings="per micro-batch" cannot be: a tensor of the batch that '
+                "every micro-batch is given whole says places among the samples of all of them, as "
+                "edges of a graph do; train with dp=1 and micro_batches=1; "
+                f"{taken_dims({name: self.found.sampled.get(name) for name in batch})}"
+            )
+
+    def by_places(self) -> Node | None:
+        """The first node that couples samples by whole numbers which the batch says for all."""
+        part, sampled = self.found.part, self.found.sampled
+        specs, said = part.specs(), {
+            i.name for i in part.inputs if i.kind is InputKind.BATCH and i.target not in sampled
+        }  # fmt: skip
+        for node in part.nodes:
+            states = [self.states[r] for r in node.refs]
+            if all(s.known for s in states):
+                said |= {node.name} if any(r.node in said for r in node.refs) else set()
+            elif (
+                any(s and s.kind is Kind.COUPLED for s in self.found.outcomes[node.name].states)
+                and all(s.kind is not Kind.COUPLED for s in states)
+                and any(_is_places(specs[r]) for r in node.refs if r.node in said)
+            ):
+                return node
+        return None
 
     # ------------------------------------------------------------------ before the step
 
@@ -273,3 +303,7 @@ class _Split:
         if maker is None or maker.op == KNOWN:
             return self.found.twins[ref.node].refs
         return maker.refs  # samples that were taken apart are more in the whole batch
+
+
+def _is_places(spec: TensorSpec) -> bool:
+    return not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool)

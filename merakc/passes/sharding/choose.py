@@ -18,6 +18,7 @@ from merakc.files.printable import count_of
 from merakc.ir.graph import Input, InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
+from merakc.kernels.opaque import OPAQUE
 from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Dim, Factor, atoms, leaves, segments_of
@@ -289,6 +290,14 @@ def _refusal(dims: Dims, tp: int) -> str:
     return f"tp={tp}: no parameter can be split, its dims are needed whole by {worst}; use tp=1"
 
 
+# Of modules that ask for the values of tensors, and so run whole.
+_ASKING = (
+    "; of a batch norm with momentum=None, as torch.optim.swa_utils.update_bn sets it: in place of "
+    "that, reset_running_stats() of each, and under torch.no_grad() model(batch) of each batch, "
+    "with momentum 1.0, 1/2, 1/3, ... of each norm"
+)
+
+
 def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
     """The factors that a plan's layouts of parameters and buffers split.
 
@@ -296,13 +305,14 @@ def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
     one whole.
     """
     found = planned_factors(dims, splits)
-    blocked = [f.blocked or "another part of a value" for f in needed_whole(dims, found)]
-    if blocked:
+    whys = [f.blocked or "another part of a value" for f in needed_whole(dims, found)]
+    if blocked := ", ".join(dict.fromkeys(whys)):
+        asking = "" if OPAQUE not in blocked else _ASKING
         raise PlanError(
             f"the plan splits a dim that this graph needs whole, for {blocked}: the forward does "
             "something else than when the plan was made (another mode, other settings of modules); "
             "call it as then, plan with tp=1, or compute this in one process on the weights of "
-            "model.full_state_dict()"
+            f"model.full_state_dict(){asking}"
         )
     return found
 

@@ -25,7 +25,7 @@ from merakc.errors import (
 from merakc.ir.batches import Rows
 from merakc.train.besides import Nothing
 from merakc.train.compiled_step import CompiledStep, Form
-from merakc.train.outputs import outputs_of
+from merakc.train.outputs import is_little, outputs_of
 from merakc.train.outside.deferred import Deferred, Source, deferred_in, meets_parameters
 from merakc.train.outside.noted import EXTRA, PLAIN, Noted, Replay, forward
 from merakc.train.outside.tape import ValuesWantedError
@@ -192,11 +192,20 @@ class Pending(Outputs):
         alive = [p for p in self.tape.shown if p != root and (
             (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
             or self._is_wanted(p))]  # fmt: skip
-        self._take_with(root, alive)
-        steps.roots.add(mark_of(self.tape.behind([root]), root))
+        little = [p for p in behind if self._output_at(p) and is_little(self.tape.forms[p])]
+        mark = mark_of(self.tape.behind([root]), root)
+        self._take_with(root, alive, () if (mark, "alone") in steps.roots else little)
+        steps.roots.add(mark)
 
-    def _take_with(self, root: int, alive: Sequence[int]) -> None:
-        """Takes it, and keeps what is still held, or else the outputs that this is made of."""
+    def _take_with(self, root: int, alive: Sequence[int], little: Sequence[int] = ()) -> None:
+        """Takes it, and keeps what is still held, or else the outputs that this is made of; and
+        small outputs, where it can.
+        """
+        if little:
+            try:
+                return self._take_for(root, sorted({*alive, *little}))
+            except (RecordError, PlanError):
+                self.steps.roots.add((mark_of(self.tape.behind([root]), root), "alone"))
         try:
             self._take_for(root, sorted(alive))
         except (RecordError, PlanError):  # they are made of the outputs, then, when they are read

@@ -63,6 +63,7 @@ _OF_ANY = {
     "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
     "names", "__format__", "__hash__", "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+_NUMBER = {"item", "tolist", "__float__", "__int__", "__bool__", "is_nonzero"}  # of one element
 _OF_ELEMENTS = {"is_nonzero", "is_same_size"}
 _OFTEN = {
     torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__get__,  # type: ignore[union-attr, attr-defined]
@@ -268,6 +269,9 @@ def _by_elements(
     first = next((x for x in known if x.source.is_part), known[0])
     is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
     missing = next((x for x in known if not x.source.is_everywhere), None)
+    is_one = first.source.numel == 1 and not (first.views or first.is_complex())
+    if missing is not None and name in _NUMBER and is_one:
+        return called(func, (number_of(first),), kwargs)
     meets = missing is not None and meets_gradients(args, kwargs)
     writes = (name.endswith("_") and name[:2] != "__") or name in _PYTHON_WRITES
     out = kwargs.get("out")

@@ -172,6 +172,29 @@ def test_layers_behind_a_coupling_are_refused_and_can_be_asked_for() -> None:
     torch.testing.assert_close(loss, torch.stack(parts).sum(), rtol=1e-12, atol=0)
 
 
+class Edges(nn.Module):
+    """Adds up the features of neighbours, which the batch says by places among all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> dict[str, Tensor]:
+        """A mean square."""
+        given = self.first(x)
+        met = torch.zeros_like(given).index_add(0, edges[1], given[edges[0]])
+        return {"loss": self.last(met).square().mean()}
+
+
+def test_places_among_all_samples_have_no_meaning_in_a_micro_batch() -> None:
+    edges = torch.tensor([[0, 7, 3], [1, 2, 6]])
+    found = analysed(Edges().double(), {"x": make_batch(8)["x"], "edges": edges}, 2)
+    with pytest.raises(RecordError, match=r"50% of the layers'.*micro_batches=1; samples are"):
+        split(found, found.part.outputs, most=0.4)
+    with pytest.raises(RecordError, match=r"test_split.py:\d+: couplings=.*as edges of a graph"):
+        split(found, found.part.outputs, PER_MICRO_BATCH)
+
+
 class Written(nn.Module):
     """Writes a buffer from its samples, by a function."""
 

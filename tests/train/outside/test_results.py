@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Tensors, assert_close, build, parallel, part, warm_up, words
 from tests.train.outside.small import Bare, cross_entropy
 
@@ -31,7 +33,7 @@ def trained(options: dict[str, Any]) -> tuple[list[Any], Tensors, list[torch.Ten
     for step in range(STEPS):
         optimizer.zero_grad()
         loss, outputs = model(**part(words(step), model))
-        if step == 0:  # by another forward; later steps keep it
+        if step == 0:
             assert outputs["logits"].argmax(-1).shape == outputs["logits"].shape[:-1]
         loss.backward()
         optimizer.step()
@@ -73,7 +75,46 @@ def test_a_loss_function_trains_as_one_process(count: int, options: dict[str, An
             torch.testing.assert_close(ours, theirs.chunk(dp)[rank % dp])
 
 
-def test_outputs_that_a_step_has_not_kept() -> None:
+def read_late(options: dict[str, Any]) -> tuple[list[tuple[float, float]], Tensors]:
+    """What is read of each step behind the optimizer's."""
+    example = {"ids": words(0)["ids"]}
+    model = merakc.auto_parallel(
+        build(Bare), example, whole_batches=True, cluster=NOMINAL_CPU, **options
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return steps_read_late(model, optimizer), model.full_state_dict()
+
+
+def steps_read_late(model: Any, optimizer: torch.optim.Optimizer) -> list[tuple[float, float]]:
+    found = []
+    for step in range(STEPS):
+        outputs = model(words(step)["ids"])
+        cross_entropy(outputs, words(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logits = outputs["logits"]
+        right = (logits.argmax(-1) == words(step)["labels"]).sum().item()
+        found.append((logits[0, 0, 0].item(), logits.std().item() + right))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the forward of .* returns no loss")
+@pytest.mark.parametrize(("count", "options"), LAYOUTS)
+def test_small_outputs_are_read_behind_the_optimizers_step(
+    count: int, options: dict[str, Any]
+) -> None:
+    plain = build(Bare)
+    wanted = steps_read_late(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    ranks = run_ranks(count, read_late, options)
+    assert_close(ranks[0][1], plain.state_dict())
+    for found, _ in ranks:
+        assert [x for both in found for x in both] == pytest.approx(
+            [x for both in wanted for x in both], rel=1e-10
+        )
+
+
+def test_outputs_that_a_step_has_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("merakc.train.outputs.LITTLE_BYTES", 0)  # of none that nobody asks for
     model = parallel(Bare, words(0), loss=cross_entropy)
     loss, outputs = model(**words(0))
     loss.backward()

@@ -13,7 +13,7 @@ from torch import nn
 
 import merakc
 from merakc.equality.ranks import run_ranks
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, PlanError
 from merakc.machines.cluster import NOMINAL_CPU
 
 
@@ -500,3 +500,43 @@ def test_a_loss_meets_parameters_or_is_refused(layout: dict[str, Any]) -> None:
             elif rank == 0:
                 assert of == pytest.approx(wanted[name], rel=1e-10), name
         assert isinstance(found["matrices"], str)
+
+
+class Batched(Net):
+    """With the statistics of batches in place of those of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16).double()  # type: ignore[assignment]
+
+
+def averaged(layout: dict[str, Any] | None) -> tuple[str, dict[str, torch.Tensor]]:
+    """What `update_bn` says, and the statistics of its batches, with its remedy where it is one."""
+    model, batches = Batched(), torch.randn(3, 8, 8, dtype=torch.float64).unbind()
+    if layout is None:
+        torch.optim.swa_utils.update_bn(batches, model)
+        return "", dict(model.named_buffers())
+    own: Any = merakc.auto_parallel(model, batches[0], cluster=NOMINAL_CPU, **layout)
+    said = ""
+    try:
+        torch.optim.swa_utils.update_bn(batches, own)
+    except PlanError as error:
+        said = str(error)
+        norms = [m for m in own.modules() if isinstance(m, nn.BatchNorm1d)]
+        with torch.no_grad():
+            for norm in norms:
+                norm.reset_running_stats()
+            for k, given in enumerate(batches):
+                for norm in norms:
+                    norm.momentum = 1 / (k + 1)
+                own(given)
+    return said, own.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2, "micro_batches": 1}], ids=str)
+def test_statistics_of_batch_norms_are_made_anew(layout: dict[str, Any]) -> None:
+    _, wanted = averaged(None)
+    (said, found), *_ = run_ranks(2, partial(averaged, layout))
+    assert ("tp" in layout) == ("with momentum 1.0, 1/2, 1/3" in said)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
