@@ -26,6 +26,8 @@ from merakc.kernels.ring.attention import PLACES as RINGS
 from merakc.kernels.ring.swap import SWAP
 from merakc.kernels.scores import PLACES as SCORES
 
+SCALED = "aten._scaled_mm.default"  # of float8, whatever the dtype of its result
+
 
 class KernelKind(StrEnum):
     """What bounds a kernel."""
@@ -351,7 +353,8 @@ def _of_scores(
 def _product(node: Node, shape: tuple[int, int, int, int], flops: int, moved_bytes: int) -> Kernel:
     attention = "attention" in node.op
     kind = KernelKind.ATTENTION if attention else KernelKind.PRODUCT
-    return Kernel(kind, flops, moved_bytes, shape, _dtype(node))
+    dtype = "float8" if node.op == SCALED else _dtype(node)
+    return Kernel(kind, flops, moved_bytes, shape, dtype)
 
 
 def _dtype(node: Node) -> str:
@@ -382,7 +385,7 @@ def _shape(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[int, int, int, 
         first = node.args[0]
         n, k = specs[node.args[1]].shape
         return 1, specs[first].numel // k, n, k
-    elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default"):
+    elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default", SCALED):
         first, second = node.args[:2]
     else:
         return 0, 0, 0, 0

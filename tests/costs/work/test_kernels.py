@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpt import GPT, Shape, gpt_graph
+from merakc.costs.device import kernel_seconds
 from merakc.costs.work.kernels import (
     ALL_REDUCE,
     Kernel,
@@ -20,6 +21,7 @@ from merakc.costs.work.kernels import (
 )
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
+from merakc.machines.cluster import Device
 
 TINY = Shape(32, 4, 3, 16, 64)
 
@@ -43,6 +45,14 @@ class Pointwise(nn.Module):
         return self.second(torch.sigmoid(F.gelu(self.first(x)) * 2.0)).sum()
 
 
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        left, right = (t.to(torch.float8_e4m3fn) for t in (x, weight))
+        one = torch.ones(())
+        made = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
+        return made.float().sum()
+
+
 def graph_of(model: nn.Module, *args: Tensor) -> Graph:
     return record(model, args, {}).graph
 
@@ -53,6 +63,16 @@ def flops(kernels: Counter[Kernel]) -> int:
 
 def of_kind(kernels: Counter[Kernel], kind: KernelKind) -> list[Kernel]:
     return [k for k in kernels.elements() if k.kind is kind]
+
+
+def test_scaled_products_run_at_the_rate_of_float8_whatever_they_make() -> None:
+    work = graph_work(graph_of(Scaled(), torch.ones(32, 64), torch.ones(48, 64)))
+    (product,) = of_kind(work.forward, KernelKind.PRODUCT)
+    assert (product.shape, product.dtype) == ((1, 32, 48, 64), "float8")
+    assert product.flops == 2 * 32 * 48 * 64
+    device = Device("d", {"float8": 4e14, "bfloat16": 2e14}, 1e18, 1 << 30)
+    wide = product._replace(dtype="bfloat16")
+    assert 2 * kernel_seconds(product, device) == kernel_seconds(wide, device)
 
 
 @pytest.mark.parametrize("fused", [False, True])
