@@ -26,12 +26,15 @@ from merakc.costs.fabric import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
+    all_to_all_seconds,
     axis_group,
     hardware_fabric,
     swap_seconds,
 )
+from merakc.costs.work.flops import ALL_TO_ALL
 from merakc.costs.work.kernels import Kernel, KernelKind, Work
 from merakc.kernels.collectives import AXES
+from merakc.kernels.ring.swap import SWAP
 from merakc.machines.cluster import Cluster, Device, Factors, Hardware, Profile
 from merakc.machines.figures import DtypeName, Points
 from merakc.machines.links import Host
@@ -58,6 +61,8 @@ OVERLAP_NORM = 4.0
 # 1.3 on GPUs with NVLink): the shorter of the two costs so much of its time.
 CONTENTION = 0.126
 PLAIN = Factors()
+# Collectives of graphs that neither add up nor gather.
+_SECONDS = dict.fromkeys(ALL_TO_ALL, all_to_all_seconds) | {SWAP: swap_seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +159,8 @@ def collective_seconds(kernel: Kernel, place: Place) -> float:
     group, fabric = place.group(kernel.axis), place.fabric
     if "all_reduce" in kernel.op:
         return all_reduce_seconds(kernel.traffic_bytes, group, fabric)
-    if "swap" in kernel.op:
-        return swap_seconds(kernel.traffic_bytes / fabric.gather_share, group, fabric)
-    return all_gather_seconds(kernel.traffic_bytes / fabric.gather_share, group, fabric)
+    of_op = _SECONDS.get(kernel.op, all_gather_seconds)
+    return of_op(kernel.traffic_bytes / fabric.gather_share, group, fabric)
 
 
 def traffic_seconds(size_bytes: float, device: Device) -> float:

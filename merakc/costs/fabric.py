@@ -10,7 +10,7 @@ node.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from merakc.machines.cluster import Hardware
 from merakc.machines.links import Link
@@ -130,14 +130,24 @@ def swap_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
     """Messages of so many bytes between the ranks of a group that are as far from its ends: of
     several nodes, all of them leave their node.
     """
-    if group.size == 1:
-        return 0.0
-    apart = (
-        group
-        if group.is_local
-        else replace(group, groups_per_node=group.groups_per_node * group.per_node)
-    )
-    return _link(apart, fabric).seconds(size_bytes)
+    return _link(_at_once(group), fabric).seconds(size_bytes) if group.size > 1 else 0.0
+
+
+def all_to_all_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
+    """A tensor of `size_bytes` on each rank, of which every rank of the group gets an equal part.
+
+    All ranks of a node send at once: what goes to others of the node through their own links, and
+    beside it what goes to other nodes through the network of the node.
+    """
+    part_bytes, inside = size_bytes / group.size, min(group.size, group.per_node)
+    here_s = (inside - 1) * part_bytes / fabric.local_bytes_per_s
+    away_s = (group.size - inside) * part_bytes / _link(_at_once(group), fabric).bytes_per_s
+    return all_gather_seconds(0, group, fabric) + max(here_s, away_s)
+
+
+def _at_once(group: Group) -> Group:
+    """As a group whose every rank sends to other nodes at once, where there are several."""
+    return group if group.is_local else Group(group.size, 1, group.groups_per_node * group.per_node)
 
 
 def _link(group: Group, fabric: Fabric) -> Link:

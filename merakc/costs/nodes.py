@@ -49,6 +49,8 @@ def link_seconds(node: Node, specs: Specs, place: Place) -> float:
     op = PIPELINED.get(node.op) or STARTED.get(node.op, node.op)
     if op not in COLLECTIVES:
         return 0.0
+    if node.op in RINGS:  # of the ranks of a node the last sends to another, as in a gather
+        op = "merakc.all_gather.default"
     return collective_seconds(collective_kernel(node, op, wire_bytes(node, specs)), place)
 
 

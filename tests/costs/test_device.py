@@ -22,6 +22,7 @@ from merakc.costs.device import (
     work_seconds,
 )
 from merakc.costs.fabric import Fabric, all_reduce_seconds
+from merakc.costs.work.flops import ALL_TO_ALL
 from merakc.costs.work.kernels import ALL_REDUCE, Kernel, KernelKind, Work
 from merakc.machines.cluster import Device, Factors, Profile
 
@@ -111,6 +112,21 @@ def test_collectives_of_tp_come_on_top_or_run_beside() -> None:
     beside = work_seconds(kernels, replace(PLACE, overlap=True))
     longer, shorter = max(wire_s, compute_s), min(wire_s, compute_s)
     assert beside == pytest.approx(longer + CONTENTION * shorter)
+
+
+@pytest.mark.parametrize(
+    ("op", "wire_s"),
+    [
+        # Of 16 parts of 1e9 bytes each of 8 ranks sends 8 to the other node, at 40e9 together.
+        *[(op, 1.6) for op in ALL_TO_ALL],
+        ("merakc.all_gather.default", 0.375),  # one rank of a node sends 15 parts to the other
+        ("merakc.swap.default", 3.2),  # all ranks send all that they have
+    ],
+)
+def test_links_between_nodes_carry_what_their_ranks_send(op: str, wire_s: float) -> None:
+    sent = Kernel(KernelKind.COLLECTIVE, 0, 16 * 10**9, op=op, axis="cp")
+    seconds = work_seconds({sent: 1}, Place(DEVICE, FABRIC, 1, cp=16))
+    assert seconds == pytest.approx(wire_s, rel=1e-3)  # beside some latencies
 
 
 def test_a_group_of_unknown_size_is_a_node() -> None:

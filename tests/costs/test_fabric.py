@@ -12,6 +12,7 @@ from merakc.costs.fabric import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
+    all_to_all_seconds,
     axis_group,
     hardware_fabric,
     message_seconds,
@@ -114,3 +115,29 @@ def test_swaps_between_nodes_leave_them_all_at_once() -> None:
     assert swap_seconds(1e9, across, FABRIC) == pytest.approx(1e-5 + 8e9 / 40e9)
     assert swap_seconds(1e9, axis_group(16, 8, FABRIC), FABRIC) == pytest.approx(1e-5 + 8e9 / 40e9)
     assert swap_seconds(1e9, axis_group(1, 1, FABRIC), FABRIC) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "latency_s", "wire_s"),
+    [
+        (Group(1), 0, 0),
+        (Group(8, 8), 7e-6, 14e9 / 100e9),  # 7 parts of 2e9 bytes through a rank's own links
+        # Each of 8 ranks sends 8 of 16 parts of 1e9 bytes to the other node.
+        (Group(16, 8), 14e-6 + 1e-5, 8 * 8e9 / 40e9),
+        # 4 groups, of which each has 2 of its 4 ranks in a node: all 8 send 2 parts of 4e9 away.
+        (Group(4, 2, 4), 2e-6 + 1e-5, 8 * 8e9 / 40e9),
+        (Group(8, 1, 8), 7e-5, 8 * 14e9 / 40e9),
+        (Group(2, 1, 1), 1e-5, 8e9 / 40e9),
+    ],
+)
+def test_all_ranks_of_a_node_send_to_all_others_at_once(
+    group: Group, latency_s: float, wire_s: float
+) -> None:
+    assert all_to_all_seconds(16e9, group, FABRIC) == pytest.approx(latency_s + wire_s)
+
+
+def test_what_stays_in_a_node_travels_beside_what_leaves_it() -> None:
+    slow = replace(FABRIC, local_bytes_per_s=4e9)  # less than a rank's share of the network, 5e9
+    # 7 parts stay in the node, 8 leave it: both at the rate of the rank's links.
+    assert all_to_all_seconds(16e9, Group(16, 8), slow) == pytest.approx(24e-6 + 8e9 / 4e9)
+    assert all_to_all_seconds(16e9, Group(10, 8), slow) == pytest.approx(18e-6 + 7 * 1.6e9 / 4e9)

@@ -11,6 +11,7 @@ import torch
 from benchmarks.models import MODELS
 from merakc.analysis.aliases import equal_values
 from merakc.costs.device import LEAST_S, Place, forward_seconds, launched, place_on
+from merakc.costs.fabric import Fabric
 from merakc.costs.nodes import (
     chunk_collectives,
     divided_seconds,
@@ -267,6 +268,9 @@ def test_of_a_ring_products_hide_all_but_the_first_block(rate: float, hidden: fl
     inputs = tuple(Input(name, InputKind.BATCH, part) for name in "qkv")
     (noted,) = graph_collectives(Graph(inputs, (made,), ()), place)
     assert (noted.op, noted.axis) == ("all_to_all", "tp")
+    # Of two ranks a node one sends to the other node, which carries as much as both.
+    nodes = replace(place, fabric=Fabric(2, 1e6, 1e5, 0.0, 0.0))
+    assert link_seconds(made, specs, nodes) == pytest.approx(3 * 2 * part.size_bytes / 1e5)
 
 
 def test_a_chunk_has_those_of_each_of_its_graphs() -> None:

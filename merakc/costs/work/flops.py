@@ -18,10 +18,11 @@ from merakc.kernels.ring.attention import PLACES as RINGS
 from merakc.kernels.ring.swap import SWAP
 from merakc.kernels.scores import PLACES as SCORES
 
+# Every rank sends a part of its tensor to every other.
+ALL_TO_ALL = ("merakc.dispatch.default", "merakc.combine.default", "merakc.exchange.default")
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default",
-               "merakc.dispatch.default", "merakc.combine.default",
-               "merakc.exchange.default", SWAP)  # fmt: skip
+               *ALL_TO_ALL, SWAP)  # fmt: skip
 # Products and a collective in one node (`merakc.kernels.products`), by what the collective is.
 PRODUCTS = {
     "merakc.gather_matmul.default": "merakc.gather_to.default",
