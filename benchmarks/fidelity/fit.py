@@ -10,8 +10,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.fidelity.data import Row, labels
+from benchmarks.fidelity.learned import learn
 from benchmarks.gpt import gpt_pieces
-from merakc.costs.measured import NONE, Corrections, learn
+from merakc.costs.measured import NONE, Corrections
 from merakc.costs.work.pieces import Piece
 from merakc.machines.cluster import Hardware
 from merakc.planner.estimate import Estimate, estimate_step

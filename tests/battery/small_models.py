@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +96,30 @@ def assert_close(ours: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Ten
 def gradients(model: nn.Module) -> Tensors:
     """The gradients of a plain model."""
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def clipped_steps(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[torch.Tensor],
+    folder: Path | None,
+) -> list[float]:  # fmt: skip
+    """Losses and norms of steps; with a `folder` saved there after the second one, and gone on with
+    from there.
+    """
+    found: list[float] = []
+    for step, batch in enumerate(batches):
+        loss = model(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), float(norm)]
+        if folder and step == 1:
+            merakc.save(folder, model, optimizer)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0)
+            merakc.load(folder, model, optimizer)
+    return found
 
 
 @cache

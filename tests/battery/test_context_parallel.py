@@ -23,6 +23,7 @@ from benchmarks.zoo_models import ZOO
 from merakc.ir.program import Mesh
 from merakc.ir.state import ShardsGiven
 from merakc.machines.cluster import NOMINAL_CPU
+from tests.battery.small_models import clipped_steps
 
 STEPS, BATCH_SIZE, MICRO_BATCHES = 2, 8, 4
 # Grouped heads, and tied embeddings over two stages; two sequences; an odd number of patches. The
@@ -207,7 +208,6 @@ def _regular(layout: dict[str, Any] | None, squashes: bool, folder: Path) -> Fou
     """
     draw = torch.Generator().manual_seed(1)
     batches = [torch.randint(11, (4, length), generator=draw) for length in (7, 1, 6, 1)]
-    found: list[float] = []
     model: Any = Regular(squashes=squashes)
     if layout:
         model = merakc.auto_parallel(model, (batches[0],), pp=1, cluster=NOMINAL_CPU, **layout)
@@ -215,19 +215,7 @@ def _regular(layout: dict[str, Any] | None, squashes: bool, folder: Path) -> Fou
     own = slice(None)
     if layout and layout["dp"] > 1:
         own = slice(2 * model.data_parallel_rank, 2 * model.data_parallel_rank + 2)
-    for step, ids in enumerate(batches):
-        loss = model(ids[own])
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [loss.item(), float(norm)]
-        if layout and step == 1:
-            merakc.save(folder, model, optimizer)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(0)
-            merakc.load(folder, model, optimizer)
+    found = clipped_steps(model, optimizer, [ids[own] for ids in batches], layout and folder)
     return found, model.full_state_dict() if layout else model.state_dict()
 
 

@@ -22,6 +22,7 @@ from merakc.equality.casts import lifted_casts
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.part import plain
+from tests.battery.small_models import clipped_steps
 from tests.battery.test_context_parallel import BATCH_SIZE, MICRO_BATCHES, STEPS, reference
 from tests.passes.sharding.experts.test_sorted_forms import Other
 
@@ -192,7 +193,6 @@ def _routed(layout: dict[str, Any] | None, folder: Path, muon: bool) -> Kept:
     draw = torch.Generator().manual_seed(1)
     dp = layout["dp"] if layout else 1
     batches = [torch.randint(11, (3 * 2, length), generator=draw) for length in (7, 1, 6, 1)]
-    found: list[float] = []
     model: Any = Routed()
     if layout:
         own = batches[0][: 6 // dp]
@@ -203,19 +203,8 @@ def _routed(layout: dict[str, Any] | None, folder: Path, muon: bool) -> Kept:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank = model.data_parallel_rank if layout else 0
-    for step, ids in enumerate(batches):
-        loss = model(ids[rank * (6 // dp) : (rank + 1) * (6 // dp)])
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [loss.item(), float(norm)]
-        if layout and step == 1:
-            merakc.save(folder, model, optimizer)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(0)
-            merakc.load(folder, model, optimizer)
+    parts = [ids[rank * (6 // dp) : (rank + 1) * (6 // dp)] for ids in batches]
+    found = clipped_steps(model, optimizer, parts, layout and folder)
     kept = {
         name: plain(optimizer.state[p]["exp_avg"]).numel()
         for name, p in model.named_parameters()

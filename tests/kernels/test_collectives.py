@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,28 +29,17 @@ from merakc.kernels.collectives import (
     start_reduce_scatter,
     unbind_axes,
 )
+from tests.kernels.bound import bind
 
 SIZES = (2, 0, 3)  # of the gathered dim, one a rank
-
-
-@pytest.fixture(autouse=True)
-def _unbound() -> Iterator[None]:
-    yield
-    unbind_axes()
 
 
 def _part(rank: int, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _bind() -> int:
-    assert dist.group.WORLD is not None
-    bind_axis("tp", dist.group.WORLD)
-    return dist.get_rank()
-
-
 def _reduce_all_ways(dtype: torch.dtype) -> list[Tensor]:
-    x = _part(_bind(), dtype=dtype)
+    x = _part(bind("tp"), dtype=dtype)
     before = x.clone()
     pending = start_all_reduce(x.t(), "tp", "sum")
     results = [all_reduce(x, "tp"), all_reduce_now(x, "tp", "sum"), pending.wait().t()]
@@ -70,7 +58,7 @@ def test_all_reduce_values(ranks: int, dtype: torch.dtype) -> None:
 
 
 def _conjugate_grads() -> tuple[Tensor, Tensor]:
-    rank = _bind()
+    rank = bind("tp")
     x = _part(rank).requires_grad_()
     weights = _part(10 + rank)
     (through_f,) = torch.autograd.grad((copy_to(x, "tp") * weights).sum(), x)
@@ -87,7 +75,7 @@ def test_gradients_of_conjugate_pair() -> None:
 
 def _two_layers() -> list[Tensor]:
     """Megatron's pair of linears: columns, then rows, on this rank's half."""
-    rank = _bind()
+    rank = bind("tp")
     x, first, second = (_part(seed, (4, 4)).requires_grad_() for seed in (1, 2, 3))
     half = slice(2 * rank, 2 * rank + 2)
     hidden = (copy_to(x, "tp") @ first[:, half]).relu()
@@ -108,7 +96,7 @@ def test_megatron_layers_equal_one_process() -> None:
 
 
 def _gather(dim: int) -> tuple[Tensor, Tensor]:
-    rank = _bind()
+    rank = bind("tp")
     shape = (SIZES[rank], 4) if dim == 0 else (4, SIZES[rank])
     x = _part(rank, shape).requires_grad_()
     out = all_gather(x, "tp", dim, SIZES, rank)
@@ -128,7 +116,7 @@ def test_all_gather_of_uneven_sizes(dim: int) -> None:
 
 
 def _gathered() -> list[Tensor]:
-    rank, found = _bind(), list[Tensor]()
+    rank, found = bind("tp"), list[Tensor]()
     group = axis_group("tp")
     for dtype in (torch.bool, torch.bfloat16, torch.int64, torch.complex64):
         own = torch.full((2,), rank).to(dtype)
@@ -157,7 +145,7 @@ def test_calls_go_by_their_newer_names() -> None:
 
 def _parts(dim: int, sizes: tuple[int, ...]) -> list[Tensor]:
     """Reduce-scatter, scatter and gather, each with the gradient of a weighted sum."""
-    rank = _bind()
+    rank = bind("tp")
     found: list[Tensor] = []
     for op, shape in (
         (reduce_scatter, _shape(sum(sizes), dim)), (scatter, _shape(sum(sizes), dim)),
@@ -195,7 +183,7 @@ def test_conjugates_on_parts(dim: int, sizes: tuple[int, ...]) -> None:
 
 
 def _traced() -> bool:
-    rank = _bind()
+    rank = bind("tp")
 
     def loss_grads(x: Tensor) -> tuple[Tensor, ...]:
         gathered = all_gather(copy_to(x.t(), "tp"), "tp", 0, (3, 3), rank)
@@ -217,7 +205,7 @@ def test_trace_of_forward_and_backward_runs() -> None:
 
 
 def _opcheck_and_gradcheck() -> None:
-    rank = _bind()
+    rank = bind("tp")
     x = _part(rank).t().requires_grad_()
     ops: list[tuple[Any, tuple[Any, ...]]] = [
         (torch.ops.merakc.all_reduce.default, (x, "tp", "sum")),
@@ -255,7 +243,7 @@ def test_axes_have_groups_of_their_own() -> None:
 
 def _started() -> list[bool]:
     """Several at once, waited for in another order, against one after the other."""
-    rank = _bind()
+    rank = bind("tp")
     x, wide, sizes = _part(rank), _part(rank, (5, 4)), (2, 3)
     own = _part(rank, (sizes[rank], 4))
     pending = [
@@ -287,7 +275,7 @@ def test_unbound_axis_is_refused(call: Any) -> None:
 
 
 def _unbind() -> None:
-    _bind()
+    bind("tp")
     unbind_axes()
     axis_group("tp")
 
@@ -298,7 +286,7 @@ def test_unbind_axes() -> None:
 
 
 def _wrong_sizes() -> str:
-    rank = _bind()
+    rank = bind("tp")
     try:
         all_gather(_part(rank), "tp", 0, (2, 1, 2), rank)
     except AssertionError:
@@ -311,7 +299,7 @@ def test_wrong_sizes_are_refused() -> None:
 
 
 def _max_grad() -> None:
-    x = _part(_bind()).requires_grad_()
+    x = _part(bind("tp")).requires_grad_()
     torch.autograd.grad(all_reduce(x, "tp", "max").sum(), x)
 
 

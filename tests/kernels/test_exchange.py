@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.ranks import run_ranks
-from merakc.kernels.collectives import bind_axis, unbind_axes
 from merakc.kernels.exchange import exchange, start_exchange
+from tests.kernels.bound import bind
 
 ROWS, HEADS = (2, 0, 3), (1, 3, 2)  # one a rank
-
-
-@pytest.fixture(autouse=True)
-def _unbound() -> Iterator[None]:
-    yield
-    unbind_axes()
-
-
-def _bind() -> int:
-    assert dist.group.WORLD is not None
-    bind_axis("cp", dist.group.WORLD)
-    return dist.get_rank()
 
 
 def _whole(dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -43,7 +28,7 @@ def _of_heads(whole: Tensor, rank: int) -> Tensor:
 
 
 def _there_and_back(dtype: torch.dtype) -> list[Tensor]:
-    rank = _bind()
+    rank = bind("cp")
     rows = _of_rows(_whole(dtype), rank)
     heads = exchange(rows, "cp", (1, 0), ROWS, HEADS, rank)
     back = start_exchange(heads, "cp", (0, 1), HEADS, ROWS, rank).wait()
@@ -59,7 +44,7 @@ def test_a_rank_has_all_rows_of_its_heads(dtype: torch.dtype) -> None:
 
 
 def _gradient() -> Tensor:
-    rank = _bind()
+    rank = bind("cp")
     rows = _of_rows(_whole(), rank).requires_grad_()
     heads = exchange(rows, "cp", (1, 0), ROWS, HEADS, rank)
     (heads * _of_heads(_whole(seed=1), rank)).sum().backward()
@@ -73,7 +58,7 @@ def test_gradients_travel_back() -> None:
 
 
 def _opcheck() -> None:
-    rank = _bind()
+    rank = bind("cp")
     x = _whole()[:, :3].transpose(0, 1).requires_grad_()
     args = ("cp", (0, 1), (3,), (6,), rank)
     torch.library.opcheck(torch.ops.merakc.exchange.default, (x, *args))

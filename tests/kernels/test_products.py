@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.ranks import run_ranks
 from merakc.kernels import products
-from merakc.kernels.collectives import bind_axis, unbind_axes, watched
+from merakc.kernels.collectives import watched
 from merakc.kernels.products import gather_matmul, has_symmetric_memory, matmul_scatter, pipelines
+from tests.kernels.bound import bind
 
 BOUND = 1e-10
 INNER, WIDTHS = 4, (3, 5, 2)
@@ -27,21 +28,9 @@ CASES = [((3, 3), (), ()), ((2, 3), (), ()), ((3, 3), (2,), ()), ((2, 2), (), (3
          ((1, 3), (2,), (2,))]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _unbound() -> Iterator[None]:
-    yield
-    unbind_axes()
-
-
 def _random(seed: int, *shape: int) -> Tensor:
     pick = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=pick, dtype=torch.float64)
-
-
-def _bind() -> int:
-    assert dist.group.WORLD is not None
-    bind_axis("tp", dist.group.WORLD)
-    return dist.get_rank()
 
 
 def _weights(rank: int, turned: bool, widths: tuple[int, ...] = WIDTHS) -> list[Tensor]:
@@ -68,7 +57,7 @@ def _loss(rank: int, outs: list[Tensor], read: tuple[int, ...]) -> Tensor:
 
 
 def _gathered(case: Case, turned: bool, read: tuple[int, ...]) -> tuple[list[Tensor], ...]:
-    rank = _bind()
+    rank = bind("tp")
     x = _part(rank, case).requires_grad_()
     weights = [w.requires_grad_() for w in _weights(rank, turned)]
     outs = gather_matmul(x, weights, turned, "tp", len(case[1]), case[0], rank)
@@ -131,7 +120,7 @@ def _whole_input(rank: int, case: Case) -> Tensor:
 
 
 def _scattered(case: Case, turned: bool) -> list[Tensor]:
-    rank = _bind()
+    rank = bind("tp")
     x = _whole_input(rank, case).requires_grad_()
     weight = _weights(rank, turned)[0].requires_grad_()
     out = matmul_scatter(x, weight, turned, "tp", len(case[1]), case[0], rank)
@@ -166,7 +155,7 @@ def test_products_that_are_scattered_equal_their_sum(case: Case, turned: bool) -
 
 def _traced_ops() -> list[str]:
     """The ops of a forward and backward through both, as they are traced."""
-    rank = _bind()
+    rank = bind("tp")
 
     def grads(x: Tensor, v: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         _, one, two = gather_matmul(x, [v, w], True, "tp", 0, (3, 3), rank)
@@ -188,7 +177,7 @@ def test_the_backward_is_made_of_the_same_ops() -> None:
 
 
 def _opcheck() -> None:
-    _bind()
+    bind("tp")
     x, weights = _random(0, 2, INNER).requires_grad_(), _weights(0, False)
     place = (False, "tp", 0, (2,), 0)
     torch.library.opcheck(torch.ops.merakc.gather_matmul.default, (x, weights, *place))
@@ -201,7 +190,7 @@ def test_opcheck() -> None:
 
 def _told() -> list[tuple[str, int]]:
     """What a watcher sees."""
-    rank = _bind()
+    rank = bind("tp")
     seen: list[tuple[str, int]] = []
 
     def watch(op: str, axis: str, size_bytes: int, issue: Any) -> Any:
@@ -267,7 +256,7 @@ def test_only_even_parts_on_gpus_are_pipelined() -> None:
 
 def _symmetric(hosts: tuple[str, str], capable: tuple[bool, bool], maps: bool) -> tuple[bool, int]:
     """What a group finds of its memory, and how often it asked torch, in two calls."""
-    rank = _bind()
+    rank = bind("tp")
     group = dist.group.WORLD
     assert group is not None
     asked: list[str] = []

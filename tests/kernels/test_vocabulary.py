@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.ranks import run_ranks
-from merakc.kernels.collectives import bind_axis, unbind_axes
 from merakc.kernels.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from tests.kernels.bound import bind
 
 VOCAB, HIDDEN, TOKENS = 11, 3, 6
 STARTS = (0, 4, 9, VOCAB)  # of three ranks
 REDUCTIONS = ("none", "mean", "sum")  # in aten's order
 
 
-@pytest.fixture(autouse=True)
-def _unbound() -> Iterator[None]:
-    yield
-    unbind_axes()
-
-
 def _bind(axis: str = "tp") -> slice:
     """Binds the axis and returns this rank's rows of the table."""
-    assert dist.group.WORLD is not None
-    bind_axis(axis, dist.group.WORLD)
-    rank = dist.get_rank()
+    rank = bind(axis)
     return slice(STARTS[rank], STARTS[rank + 1])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,24 +9,12 @@ from torch import Tensor
 
 from benchmarks.ranks import run_ranks
 from merakc.kernels.attention import attention
-from merakc.kernels.collectives import bind_axis, unbind_axes
 from merakc.kernels.ring.attention import Ring, working_bytes
 from merakc.kernels.ring.pieces import halves
+from tests.kernels.bound import bind
 
 KINDS = ("plain", "causal", "sink", "mask", "causal mask", "columns", "window")
 WINDOW = 2
-
-
-@pytest.fixture(autouse=True)
-def _unbound() -> Iterator[None]:
-    yield
-    unbind_axes()
-
-
-def _bind() -> int:
-    assert dist.group.WORLD is not None
-    bind_axis("cp", dist.group.WORLD)
-    return dist.get_rank()
 
 
 def _mask(kind: str, count: int, draw: torch.Generator) -> Tensor | None:
@@ -44,7 +30,7 @@ def _mask(kind: str, count: int, draw: torch.Generator) -> Tensor | None:
 
 def _compare(kind: str, count: int, swapped: bool) -> float:
     """The largest difference of the result and all gradients."""
-    rank, ranks = _bind(), dist.get_world_size()
+    rank, ranks = bind("cp"), dist.get_world_size()
     draw = torch.Generator().manual_seed(count)
     q, k, v = (
         torch.randn(2, h, count, d, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -110,7 +96,7 @@ def test_results_and_gradients_are_those_of_one_process(
 
 def _half_precision() -> float:
     """The largest difference of a gradient from that of float32."""
-    rank, draw = _bind(), torch.Generator().manual_seed(0)
+    rank, draw = bind("cp"), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 12, 4, generator=draw).bfloat16() for _ in range(3))
     q.mul_(4.0)
     own = [x[:, :, 4 * rank : 4 * rank + 4].requires_grad_() for x in (q, k, v)]
@@ -130,7 +116,7 @@ def test_half_precision_is_as_far_off_as_it_rounds() -> None:
 
 
 def _opcheck() -> None:
-    rank = _bind()
+    rank = bind("cp")
     q, k, v = (torch.randn(1, 2, 4, 4).requires_grad_() for _ in range(3))
     args = (None, True, 0.5, None, "cp", (4,), (0,), False, rank)
     torch.library.opcheck(torch.ops.merakc.ring_attention.default, (q, k, v, *args))

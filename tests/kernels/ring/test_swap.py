@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.ranks import run_ranks
-from merakc.kernels.collectives import bind_axis, unbind_axes
 from merakc.kernels.ring.pieces import halves, pieces
 from merakc.kernels.ring.swap import start_swap, swap
+from tests.kernels.bound import bind
 
 ROWS = (4, 3, 3)
 STAY, GO = halves(ROWS)
-
-
-@pytest.fixture(autouse=True)
-def _unbound() -> Iterator[None]:
-    yield
-    unbind_axes()
-
-
-def _bind() -> int:
-    assert dist.group.WORLD is not None
-    bind_axis("cp", dist.group.WORLD)
-    return dist.get_rank()
 
 
 def _whole(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -37,7 +22,7 @@ def _whole(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _there_and_back(dtype: torch.dtype) -> list[Tensor]:
-    rank = _bind()
+    rank = bind("cp")
     own = _whole(dtype).split_with_sizes(ROWS, 1)[rank]
     swapped = swap(own, "cp", 1, STAY, GO, rank)
     back = start_swap(swapped, "cp", 1, STAY, GO[::-1], rank).wait()
@@ -55,7 +40,7 @@ def test_rows_go_to_the_other_end_and_come_back(dtype: torch.dtype) -> None:
 
 
 def _gradient() -> Tensor:
-    rank = _bind()
+    rank = bind("cp")
     own = _whole().split_with_sizes(ROWS, 1)[rank].requires_grad_()
     swapped = swap(own, "cp", 1, STAY, GO, rank)
     places = [k for p in pieces(ROWS, rank, swapped=True) for k in range(p.start, p.start + p.rows)]
@@ -71,7 +56,7 @@ def test_gradients_come_back() -> None:
 
 
 def _opcheck() -> None:
-    rank = _bind()
+    rank = bind("cp")
     x = torch.randn(2, 4, 3).requires_grad_()
     torch.library.opcheck(torch.ops.merakc.swap.default, (x, "cp", 1, (2,), (2,), rank))
 
