@@ -67,7 +67,6 @@ class Device:
     memory_bytes: Count
     units: Count = 1
     power_w: NotNegative = 0.0
-    idle_power_w: NotNegative = 0.0
     product_share: Share = 0.8
     traffic_share: Share = 0.8
     launch_s: NotNegative = 1e-5
