@@ -162,9 +162,12 @@ class _Loop:
                 varied[first] = refs
                 continue
             items = [self.inputs.get(r.node) for r in refs]
-            alone = len({*refs}) == len(refs) and all(len(users[r.node]) == 1 for r in refs)
-            alone = alone and not any(o.ref in refs for o in self.graph.outputs)
-            if not alone or not _are_parameters(items):
+            others = [n for r, t in zip(refs, self.turns, strict=True) for n in users[r.node]
+                      if n is not t.node]  # fmt: skip
+            are_own = len({*refs}) == len(refs) and _are_parameters(items)
+            if are_own and others:
+                raise NotATurnError(others[0].source, "parameters of an expert are read here, too")
+            if not are_own or any(o.ref in refs for o in self.graph.outputs):
                 raise self._fault(
                     f"'{first.node}' and what the other experts read there are no parameters of "
                     "their own, of one shape"

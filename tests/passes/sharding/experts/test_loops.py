@@ -139,7 +139,7 @@ def _by_all_rows(m: Looped, x: Tensor, chances: Tensor) -> Tensor:
 OTHERS: list[tuple[Form, dict[str, Any], str]] = [
     (_other_expert, {}, "not the same for every expert"),
     (_one_expert_twice, {}, "no parameters of their own"),
-    (_read_beside, {}, "no parameters of their own"),
+    (_read_beside, {}, "parameters of an expert are read here, too"),
     (_several_at_once, {}, "two experts may have the same row"),
     (_last_wins, {}, "what the last one writes"),
     (_last_of_any, {}, "what the last one writes"),
