@@ -9,6 +9,7 @@ gone back to the system. It exits with 1 where the shapes cost more than they ma
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import mmap
@@ -76,6 +77,8 @@ def measured(model: PreTrainedModel) -> tuple[list[float], float]:
 
 def main() -> None:
     """Prints a line for each model, and exits with 1 where one misses."""
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     missed = False

@@ -22,9 +22,8 @@ _OURS = (
 )
 INSTALLED = (*LIBRARIES, STDLIB)
 # Code that makes calls of the user's again: `line` in its frames says where they were made first.
-REPEATS: dict[int, CodeType] = {}
-_PASSING: dict[int, tuple[CodeType, bool]] = {}
-MOST_CODE = 4096
+REPEATS: dict[str, CodeType] = {}  # by name
+MOST_FILES = 4096
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
@@ -32,11 +31,10 @@ def user_line() -> str:
     """`file:line` of the innermost frame outside torch and the recorder; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:  # a dozen of them for every call that is recorded
-        code = frame.f_code
-        known = _PASSING.get(id(code)) or _passing(code)
-        if not known[1]:
+        code = frame.f_code  # neither hashed, which takes long, nor by its `id`: Python tells of it
+        if not _passes_on(code):
             return f"{code.co_filename}:{frame.f_lineno}"
-        if id(code) in REPEATS:
+        if REPEATS.get(code.co_name) is code:
             return str(frame.f_locals["line"])
         frame = frame.f_back
     return ""
@@ -64,14 +62,7 @@ def _passes_on(code: CodeType) -> bool:
     return _is_ours(code.co_filename) or code.co_name in _HOOKS
 
 
-def _passing(code: CodeType) -> tuple[CodeType, bool]:
-    """The code, with whether it passes calls on, kept by its id: to hash code takes long."""
-    if len(_PASSING) >= MOST_CODE:
-        _PASSING.clear()
-    return _PASSING.setdefault(id(code), (code, _passes_on(code)))
-
-
-@lru_cache(maxsize=MOST_CODE)
+@lru_cache(maxsize=MOST_FILES)
 def _is_ours(filename: str) -> bool:
     return filename.startswith(_OURS)
 

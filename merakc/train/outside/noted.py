@@ -115,7 +115,7 @@ def key_of(
     return func, str(structure), tuple((type(x), repr(x)) for x in leaves), grad, autocast
 
 
-REPEATS[id(Noted.run.__code__)] = Noted.run.__code__
+REPEATS[Noted.run.__code__.co_name] = Noted.run.__code__
 
 
 class Replay(WithLoss):
