@@ -74,6 +74,8 @@ class StateShards:
 
         Of a number of shards, the greatest divisor that divides the ranks too.
         """
+        if ranks % self.optimizer == 0:  # and so by the two others, which divide it
+            return self
         parameters, gradients, optimizer = (math.gcd(n, ranks) for n in self.counts)
         return replace(self, parameters=parameters, gradients=gradients, optimizer=optimizer)
 

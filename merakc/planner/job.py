@@ -114,6 +114,11 @@ class Job:
         """Those of them that are of experts of its own."""
         return self._parameters_of(self.rank_pieces, of_experts=True)
 
+    @cached_property
+    def _held(self) -> list[tuple[int, int]]:
+        """Both numbers of each pipeline rank, of which most have the same ones."""
+        return [*zip(self.rank_parameters, self.rank_experts, strict=True)]
+
     def _parameters_of(
         self, parts: Sequence[Sequence[int]], *, of_experts: bool | None = None
     ) -> list[int]:
@@ -141,11 +146,11 @@ class Job:
 
     def owned(self, shards: StateShards) -> list[int]:
         """The elements that each pipeline rank updates."""
-        pairs = zip(self.rank_parameters, self.rank_experts, strict=True)
-        return [
-            sum(-(-count // own.optimizer) for count, own in self.shares(shards, *pair))
-            for pair in pairs
-        ]
+        counts = {
+            pair: sum(-(-count // own.optimizer) for count, own in self.shares(shards, *pair))
+            for pair in {*self._held}
+        }
+        return [counts[pair] for pair in self._held]
 
     @cached_property
     def tied_parameters(self) -> int:
@@ -231,8 +236,8 @@ class Job:
 
     def state_bytes(self, shards: StateShards) -> list[int]:
         """What each pipeline rank holds between two steps."""
-        pairs = zip(self.rank_parameters, self.rank_experts, strict=True)
-        return [self._state_bytes(shards, *pair) for pair in pairs]
+        sizes = {pair: self._state_bytes(shards, *pair) for pair in {*self._held}}
+        return [sizes[pair] for pair in self._held]
 
     @property
     def memory_bytes(self) -> list[int]:

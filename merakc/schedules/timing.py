@@ -144,50 +144,50 @@ def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
     Each rank runs as far as it can; one that waits is woken by what it waits for.
     """
     m, last = pipeline.micro_batches, (pipeline.stages - 1) * pipeline.micro_batches
-    seconds, links = pipeline.seconds, pipeline.link_s
-    arrival = [[-1.0] * (last + m), [-1.0] * (last + m)]  # of a unit's input, and its gradient
-    arrival[0][:m] = [0.0] * m
-    arrival[1][last:] = [0.0 if pipeline.head_s is None else -1.0] * m
+    seconds, links, head_s = pipeline.seconds, pipeline.link_s, pipeline.head_s
+    inputs, gradients = [-1.0] * (last + m), [-1.0] * (last + m)  # when those of a unit arrive
+    inputs[:m] = [0.0] * m
+    gradients[last:] = [0.0 if head_s is None else -1.0] * m
     left = m  # forwards of the last stage
-    waiting: dict[tuple[int, int], int] = {}
+    for_input: dict[int, int] = {}  # the rank that waits, by unit
+    for_gradient: dict[int, int] = {}
     ends: list[list[float]] = [[] for _ in orders]
     ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
-        end = ends[rank]
+        end, order = ends[rank], orders[rank]
         now = end[-1] if end else 0.0
-        order = orders[rank]
         for position in range(len(end), len(order)):
             kind, unit = order[position]
             stage = unit // m
             if kind == FORWARD:
-                came = arrival[0][unit]
+                came = inputs[unit]
                 if came < 0.0:
-                    waiting[0, unit] = rank
+                    for_input[unit] = rank
                     break
                 now = (came if came > now else now) + seconds[kind][stage]
                 if unit < last:
-                    arrival[0][unit + m] = now + links[stage]
-                    if (0, unit + m) in waiting:
-                        ready.append(waiting.pop((0, unit + m)))
-                elif pipeline.head_s is not None:
+                    inputs[unit + m] = now + links[stage]
+                    if unit + m in for_input:
+                        ready.append(for_input.pop(unit + m))
+                elif head_s is not None:
                     left -= 1
-                    now += 0.0 if left else pipeline.head_s
-                    arrival[1][last:] = [-1.0 if left else now] * m
+                    now += 0.0 if left else head_s
+                    gradients[last:] = [-1.0 if left else now] * m
             elif kind <= INPUT_GRAD:
-                came = arrival[1][unit]
+                came = gradients[unit]
                 if came < 0.0:
-                    waiting[1, unit] = rank
+                    for_gradient[unit] = rank
                     break
                 now = (came if came > now else now) + seconds[kind][stage]
                 if unit >= m:
-                    arrival[1][unit - m] = now + links[stage - 1]
-                    if (1, unit - m) in waiting:
-                        ready.append(waiting.pop((1, unit - m)))
+                    gradients[unit - m] = now + links[stage - 1]
+                    if unit - m in for_gradient:
+                        ready.append(for_gradient.pop(unit - m))
             else:
                 now += seconds[kind][stage]
             end.append(now)
-    return None if waiting else ends
+    return None if for_input or for_gradient else ends
 
 
 def recomputed_units(order: Sequence[Work]) -> set[int]:

@@ -72,6 +72,8 @@ class Problem:
         self._split = {ref for ref, own in sharding.layouts.items() if own.is_split}
         self._rule_of: dict[str, Dims] = {}  # by the node's name
         self._free: dict[Factor, frozenset[str]] = {}
+        self._places: dict[Ref, dict[Factor, tuple[int, int] | None]] = {}
+        self._held: dict[Ref, frozenset[Factor]] = {}  # the factors of a value and their segments
 
     def is_exit(self, node: Node) -> bool:
         """Whether the node's result is an all-reduce that could be a reduce-scatter."""
@@ -96,19 +98,27 @@ class Problem:
 
     def place(self, ref: Ref, factor: Factor) -> tuple[int, int] | None:
         """The dim of a value that has the factor, and the size of what is outside of it there."""
-        found = []
+        if ref not in self._places:
+            self._places[ref] = self._find_places(ref)
+        return self._places[ref].get(factor)
+
+    def _find_places(self, ref: Ref) -> dict[Factor, tuple[int, int] | None]:
+        """The place of each factor of a value; None where it has several."""
+        found: dict[Factor, tuple[int, int] | None] = {}
         for k, dim in enumerate(self.dims.of[ref]):
             outer = 1
             for own in leaves(dim):
-                if own is factor:
-                    found.append((k, outer))
+                found[own] = None if own in found else (k, outer)
                 outer *= own.size
-        return found[0] if len(found) == 1 else None
+        return found
 
     def is_without(self, ref: Ref, factor: Factor) -> bool:
         """Whether the value has neither the factor nor segments of it."""
         parts = {factor, *atoms([factor])}
-        return not any({*leaves(dim), *atoms(dim)} & parts for dim in self.dims.of[ref])
+        if ref not in self._held:
+            dims = self.dims.of[ref]
+            self._held[ref] = frozenset(f for dim in dims for f in (*leaves(dim), *atoms(dim)))
+        return self._held[ref].isdisjoint(parts)
 
     def splits(self, ref: Ref) -> bool:
         """Whether the value is split over tp."""
