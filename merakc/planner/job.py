@@ -66,9 +66,10 @@ class Job:
     """A model's pieces on the stages of a strategy, with their seconds.
 
     `places` and `costs`, those of all pieces there, are each pipeline rank's; `parts` are the
-    places of each stage's pieces. `sharing` is what the ranks of a node share. A job that `fetches`
-    has its parameters on the host. What the strategy says of the state's shards and of
-    recomputation changes none of this.
+    places of each stage's pieces. `sharing` is what the ranks of a node share, `beside` the share
+    of its speed that communication has beside computes. A job that `fetches` has its parameters on
+    the host. What the strategy says of the state's shards and of recomputation changes none of
+    this.
     """
 
     pieces: Sequence[Piece]
@@ -78,6 +79,7 @@ class Job:
     costs: Sequence[Sequence[PieceCost]]
     parts: Sequence[Sequence[int]]
     sharing: Sharing | None = None
+    beside: float = 1.0
     fetches: bool = False
 
     @cached_property
@@ -201,23 +203,24 @@ class Job:
 
     def _priced(self, *, stagewise: bool) -> list[StageCost]:
         """Stages of the same pieces, behind the same one, are one value many times. Where the cores
-        that compute carry messages, each costs them its latency at both of its ends.
+        that compute carry messages, each costs them its latency at both of its ends, as in a plan
+        in full (`lowering.predict.cost_table`).
         """
         known: dict[tuple[int, ...], StageCost] = {}
         fabric, found = self.links.fabric, []
-        for part, rank in zip(self.parts, self.rank_of, strict=True):
+        message_s = (1.0 - self.beside) * fabric.local_latency_s if fabric.by_cores else 0.0
+        for stage, (part, rank) in enumerate(zip(self.parts, self.rank_of, strict=True)):
             before = self.kinds[part[0] - 1] if part[0] else -1
-            is_last = part[-1] == len(self.pieces) - 1
-            key = id(self.places[rank]), before, is_last, *[self.kinds[k] for k in part]
+            others = self.rank_of[max(stage - 1, 0) : stage + 2]
+            ends = sum(other != rank for other in others)
+            key = id(self.places[rank]), before, ends, *[self.kinds[k] for k in part]
             if key not in known:
                 (cost,) = stage_costs(
                     self.pieces, self.costs[rank], [part], self.places[rank],
                     precision=self.framework.precision, stagewise=stagewise,
                     gradients=self.framework.stagewise,
                 )  # fmt: skip
-                ends = (part[0] > 0) + (not is_last)
-                handled_s = ends * fabric.local_latency_s if fabric.by_cores else 0.0
-                known[key] = with_messages(cost, handled_s, handled_s)
+                known[key] = with_messages(cost, ends * message_s, ends * message_s)
             found.append(known[key])
         return found
 
@@ -282,5 +285,12 @@ def make_job(
         parts = even_stages(pieces, (), strategy.stage_count)
     of_ranks = [places[device] for device in devices]
     return Job(
-        pieces, strategy, framework, of_ranks, costs=on_ranks, parts=parts, sharing=hardware.sharing
+        pieces,
+        strategy,
+        framework,
+        of_ranks,
+        costs=on_ranks,
+        parts=parts,
+        sharing=hardware.sharing,
+        beside=hardware.beside(strategy.world_size),
     )

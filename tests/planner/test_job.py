@@ -52,13 +52,15 @@ def test_stages_that_are_alike_are_one_value_and_cost_what_each_does() -> None:
         assert found[1] is found[2]
 
 
-def test_messages_cost_the_cores_that_carry_them() -> None:
-    strategy, framework = Strategy(pp=2, chunks=2, micro_batches=8), Framework(stagewise=True)
+@pytest.mark.parametrize(("schedule", "ends"), [("1f1b", [1, 2, 2, 1]), ("zb-v", [1, 1, 1, 1])])
+def test_messages_cost_the_cores_that_carry_them(schedule: str, ends: list[int]) -> None:
+    """Stages in a V have neighbours on their own rank."""
+    strategy = Strategy(pp=2, chunks=2, micro_batches=8, schedule=schedule)
+    framework = Framework(stagewise=True)
     shards, by_cores = StateShards(1, 1, 1), NOMINAL_CPU.described(2)
     slow = replace(NOMINAL_CPU, link_latency_s=1.0).described(2)
     pairs = [make_job(PIECES, strategy, own, framework).stages(shards) for own in (by_cores, slow)]
     more_s = [1.0 - NOMINAL_CPU.link_latency_s] * 2
-    ends = [1, 2, 2, 1]
     for free, cost, count in zip(*pairs, ends, strict=True):
         found = cost.forward_s - free.forward_s, cost.backward_s - free.backward_s
         assert found == pytest.approx([count * s for s in more_s])
