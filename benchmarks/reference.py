@@ -14,29 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from benchmarks.models import Batch, ModelCase
 from merakc.equality.batch_norms import norms_by_parts
 from merakc.equality.casts import lifted_casts
-from merakc.equality.compare import (
-    ADAM_EPS,
-    LEARNING_RATE,
-    Reference,
-    Tensors,
-    optimizer_for,
-    split_state,
-)
+from merakc.equality.compare import Reference
 from merakc.equality.plain import train_plain
 from merakc.ir.batches import Rows
-
-__all__ = [
-    "ADAM_EPS",
-    "LEARNING_RATE",
-    "Reference",
-    "Tensors",
-    "lifted_casts",
-    "optimizer_for",
-    "split_batch",
-    "split_state",
-    "step_batch",
-    "train_reference",
-]
 
 
 def step_batch(case: ModelCase, batch_size: int, dtype: torch.dtype, step: int) -> Batch:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 import merakc
 from benchmarks.layouts import Task
-from benchmarks.reference import optimizer_for, split_batch, step_batch
+from benchmarks.reference import split_batch, step_batch
+from merakc.equality.compare import optimizer_for
 from merakc.ir.program import Action, ActionKind
 from merakc.runtime.executor import Step
 from merakc.train.model import ParallelModel

@@ -29,11 +29,12 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, write_json
-from benchmarks.layouts import Difference, Task, train_layout, worst_difference
+from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
-from benchmarks.reference import Reference, split_batch, step_batch, train_reference
+from benchmarks.reference import split_batch, step_batch, train_reference
 from benchmarks.reports import one_line
 from benchmarks.zoo_models import ZOO
+from merakc.equality.compare import Difference, Reference
 from merakc.errors import MerakError, RecordError, ShardError
 from merakc.frontend.record import record
 from merakc.ir.program import Mesh

@@ -15,10 +15,11 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.harness import finish
-from benchmarks.layouts import Difference
 from benchmarks.models import Batch, ModelCase
 from benchmarks.ranks import RankError, RankTimeoutError
-from benchmarks.reference import Reference, lifted_casts, split_state, step_batch
+from benchmarks.reference import step_batch
+from merakc.equality.casts import lifted_casts
+from merakc.equality.compare import Difference, Reference, split_state
 from merakc.train.model import ParallelModel
 
 BOUND = 1e-10
