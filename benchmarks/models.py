@@ -72,12 +72,10 @@ def padding_mask(batch_size: int, length: int, generator: torch.Generator) -> to
     return (torch.arange(length) < lengths).long()
 
 
-def drop_labels(
-    labels: torch.Tensor, share: float, generator: torch.Generator, first: int = 0
-) -> torch.Tensor:
-    """Ignores a random `share` of the labels, but never all of a sample: position `first` stays."""
+def drop_labels(labels: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Ignores a random `share` of the labels, but never all of a sample: position 1 stays."""
     dropped = torch.rand(labels.shape, generator=generator) < share
-    dropped[:, first] = False
+    dropped[:, 1] = False
     return labels.masked_fill(dropped, IGNORED)
 
 
@@ -87,7 +85,7 @@ def causal_batch(vocabulary: int) -> MakeBatch:
     def make(batch_size: int, generator: torch.Generator) -> Batch:
         ids = words((batch_size, SEQUENCE), generator, vocabulary)
         mask = padding_mask(batch_size, SEQUENCE, generator)
-        labels = drop_labels(ids.masked_fill(mask == 0, IGNORED), 0.1, generator, first=1)
+        labels = drop_labels(ids.masked_fill(mask == 0, IGNORED), 0.1, generator)
         return {
             "input_ids": ids.masked_fill(mask == 0, 0),
             "attention_mask": mask,
@@ -97,15 +95,11 @@ def causal_batch(vocabulary: int) -> MakeBatch:
     return make
 
 
-def masked_batch(vocabulary: int) -> MakeBatch:
+def masked_batch(batch_size: int, generator: torch.Generator) -> Batch:
     """Most labels are ignored, as where only masked words are to be found again."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        batch = causal_batch(vocabulary)(batch_size, generator)
-        batch["labels"] = drop_labels(batch["labels"], 0.6, generator, first=1)
-        return batch
-
-    return make
+    batch = causal_batch(ODD_VOCABULARY)(batch_size, generator)
+    batch["labels"] = drop_labels(batch["labels"], 0.6, generator)
+    return batch
 
 
 def text_to_text_batch(vocabulary: int) -> MakeBatch:
@@ -223,8 +217,7 @@ def masked_case(
     """A model that guesses masked words."""
     given = {"vocab_size": ODD_VOCABULARY, "max_position_embeddings": SEQUENCE, **SIZES, **IDS}
     build = transformers_model(f"{class_name}ForMaskedLM", dropouts, **given | sizes)
-    make = masked_batch(ODD_VOCABULARY)
-    return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
+    return ModelCase(name, build, masked_batch, unshifted, casts_float32=casts_float32)
 
 
 def like_bart(
@@ -291,7 +284,7 @@ _CASES = (
         lambda dropout: TransformerEncoder(
             ODD_VOCABULARY, SEQUENCE, HIDDEN, heads=HEADS, wide=WIDE, layers=LAYERS, dropout=dropout
         ),
-        masked_batch(ODD_VOCABULARY),
+        masked_batch,
         unshifted,
     ),
     ModelCase(

@@ -109,7 +109,7 @@ def measure(extent: Extent, advance: Callable[[str], None]) -> Found:
     for ranks in extent.ranks:
         advance(f"{ranks} ranks")
         size = Size(CROWD_LAYERS, 64, 64, samples=CROWD_MICRO_BATCHES)
-        crowds.append(crowd("gpt2", size, ranks, CROWD_MICRO_BATCHES, extent.rounds))
+        crowds.append(crowd(size, ranks, CROWD_MICRO_BATCHES, extent.rounds))
     advance("first steps")
     firsts = first_steps(extent)
     compiled = [

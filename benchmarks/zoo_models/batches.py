@@ -8,7 +8,9 @@ import torch
 
 from benchmarks.models import (
     CLASSES,
+    EVEN_VOCABULARY,
     FRAMES,
+    IMAGE,
     MELS,
     SEQUENCE,
     Batch,
@@ -79,28 +81,24 @@ def images_and_text(vocabulary: int, size: int, *, labels: bool) -> MakeBatch:
     return make
 
 
-def images_in_text(vocabulary: int, size: int) -> MakeBatch:
+def images_in_text(batch_size: int, generator: torch.Generator) -> Batch:
     """Texts that begin with the places of an image's patches."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        batch = images_and_text(vocabulary, size, labels=True)(batch_size, generator)
-        ids, labels = batch["input_ids"], batch["labels"]
-        batch["input_ids"] = torch.where(ids == IMAGE_WORD, IMAGE_WORD + 1, ids)
-        batch["input_ids"][:, :PATCHES] = IMAGE_WORD
-        batch["attention_mask"][:, : PATCHES + 2] = 1  # no sample without a label
-        batch["labels"] = torch.where(labels == IMAGE_WORD, IMAGE_WORD + 1, labels)
-        batch["labels"][:, :PATCHES] = -100
-        batch["labels"][:, PATCHES : PATCHES + 2] = IMAGE_WORD + 2
-        return batch
-
-    return make
+    batch = images_and_text(EVEN_VOCABULARY, IMAGE, labels=True)(batch_size, generator)
+    ids, labels = batch["input_ids"], batch["labels"]
+    batch["input_ids"] = torch.where(ids == IMAGE_WORD, IMAGE_WORD + 1, ids)
+    batch["input_ids"][:, :PATCHES] = IMAGE_WORD
+    batch["attention_mask"][:, : PATCHES + 2] = 1  # no sample without a label
+    batch["labels"] = torch.where(labels == IMAGE_WORD, IMAGE_WORD + 1, labels)
+    batch["labels"][:, :PATCHES] = -100
+    batch["labels"][:, PATCHES : PATCHES + 2] = IMAGE_WORD + 2
+    return batch
 
 
-def noisy_images(channels: int, size: int) -> MakeBatch:
+def noisy_images(channels: int) -> MakeBatch:
     """What a diffusion model is trained on: noisy images, times, classes and the noise."""
 
     def make(batch_size: int, generator: torch.Generator) -> Batch:
-        shape = (batch_size, channels, size, size)
+        shape = (batch_size, channels, IMAGE, IMAGE)
         return {
             "sample": torch.randn(shape, generator=generator),
             "timestep": torch.randint(0, 1000, (batch_size,), generator=generator),

@@ -110,7 +110,7 @@ MIXED = (
     ModelCase("clip", _two_towers("CLIP"), PAIRS, samples),
     ModelCase("siglip", _two_towers("Siglip", projection_size=HIDDEN), PAIRS, samples),
     ModelCase("blip", _blip, images_and_text(EVEN_VOCABULARY, IMAGE, labels=True), shifted),
-    ModelCase("llava", _llava, images_in_text(EVEN_VOCABULARY, IMAGE), shifted),
+    ModelCase("llava", _llava, images_in_text, shifted),
     hearing("wav2vec2", "Wav2Vec2"),
     hearing("hubert", "Hubert"),
 )  # fmt: skip

@@ -46,7 +46,7 @@ NEW_TEXTS = (
             vocab_size=ODD_VOCABULARY, emb_dim=HIDDEN, n_layers=LAYERS, n_heads=HEADS,
             max_position_embeddings=SEQUENCE, pad_index=0, bos_index=1, eos_index=2,
         ),
-        masked_batch(ODD_VOCABULARY),
+        masked_batch,
         unshifted,
     ),
     ModelCase(

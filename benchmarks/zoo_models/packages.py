@@ -116,7 +116,7 @@ PACKAGES = (
             num_layers=LAYERS, norm_num_groups=4, sample_size=IMAGE, patch_size=4,
             num_embeds_ada_norm=CLASSES,
         ),
-        noisy_images(CHANNELS, IMAGE),
+        noisy_images(CHANNELS),
         samples,
     ),
     ModelCase(
@@ -126,7 +126,7 @@ PACKAGES = (
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         ),
-        noisy_images(CHANNELS, IMAGE),
+        noisy_images(CHANNELS),
         samples,
     ),
     ModelCase(
@@ -136,7 +136,7 @@ PACKAGES = (
             cross_attention_dim=HIDDEN, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         ),
-        noisy_images(CHANNELS, IMAGE),
+        noisy_images(CHANNELS),
         samples,
     ),
 )  # fmt: skip

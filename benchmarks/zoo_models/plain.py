@@ -76,7 +76,7 @@ PLAIN = (
         lambda p: DiT(
             IMAGE, 4, 4, hidden=HIDDEN, heads=HEADS, layers=LAYERS, classes=CLASSES, dropout=p
         ),
-        noisy_images(4, IMAGE),
+        noisy_images(4),
         samples,
     ),
     ModelCase(
