@@ -24,6 +24,7 @@ from benchmarks.models import (
 from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import samples
 from benchmarks.zoo_models.vision import BIG_IMAGE
+from merakc.frontend.opaque import default_dtype
 
 _VIDEO_FRAMES = 4
 
@@ -53,12 +54,8 @@ class Boxes(Around):
     ) -> dict[str, torch.Tensor]:
         """The loss of the boxes, matched to the queries of each image."""
         labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(pixel_values.dtype)  # in which the loss makes its tables
-        try:
+        with default_dtype(pixel_values.dtype):  # in which the loss makes its tables
             return {"loss": self.inner(pixel_values=pixel_values, labels=labels).loss}
-        finally:
-            torch.set_default_dtype(before)
 
 
 def _boxes(image: int) -> MakeBatch:
