@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -263,7 +264,7 @@ NEW_MIXED = (
             **{**TEXT, "num_hidden_layers": LAYERS, "max_position_embeddings": 2 * SEQUENCE},
             vision_config=VISION,
         ),
-        images_and_text(EVEN_VOCABULARY, IMAGE, labels=True),
+        partial(images_and_text, EVEN_VOCABULARY, IMAGE, labels=True),
         shifted,
     ),
     _letters("wav2vec2_ctc", "Wav2Vec2"),

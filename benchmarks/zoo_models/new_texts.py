@@ -55,7 +55,7 @@ NEW_TEXTS = (
             "XLNetLMHeadModel", ("dropout",), vocab_size=ODD_VOCABULARY,
             d_model=HIDDEN, n_layer=LAYERS, n_head=HEADS, d_inner=WIDE, pad_token_id=0,
         ),
-        causal_batch(ODD_VOCABULARY),
+        partial(causal_batch, ODD_VOCABULARY),
         unshifted,
     ),
     like_bart("led", "LED", attention_window=4, max_encoder_position_embeddings=SEQUENCE,
