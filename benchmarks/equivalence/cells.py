@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,5 +145,5 @@ def conclude(
             console.print(f"{cell.complaint}: {cell}", markup=False)
     good = not failed and refused <= most_refused * len(cells)
     text = f"{len(cells)} cells, {failed} failed, {refused} refused"
-    figures = {"passed": good, "cells": [dataclasses.asdict(cell) for cell in cells]}
+    figures = {"passed": good, "cells": cells}
     finish(console, good, text, json_path=json_path, figures=figures, doc=doc, page=page)
