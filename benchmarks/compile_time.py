@@ -86,9 +86,9 @@ def _llama(**sizes: Any) -> nn.Module:
     return model
 
 
-def _gpt3(sequence: int = 2048) -> nn.Module:
+def _gpt3() -> nn.Module:
     config = transformers.GPT2Config(
-        n_positions=sequence, n_embd=12288, n_layer=96, n_head=96, use_cache=False
+        n_positions=2048, n_embd=12288, n_layer=96, n_head=96, use_cache=False
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model

@@ -21,12 +21,12 @@ import typer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 
 import merakc
 from benchmarks.corpus import VOCABULARY, library_bytes, sample
+from benchmarks.harness import bar, rich_table
 from benchmarks.memory import peak_live_bytes
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch
@@ -158,21 +158,15 @@ def _train(
     """Runs all steps under a progress bar; gives the losses and the seconds of each."""
     losses: list[float] = []
     step_s: list[float] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}, {task.fields[rate]:,.0f} tokens/s"),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(name, total=settings.steps, loss=float("nan"), rate=0.0)
+    more = "loss {task.fields[loss]:.3f}, {task.fields[rate]:,.0f} tokens/s"
+    with bar(console, more) as progress:
+        task = progress.add_task(name, total=settings.steps, loss=float("nan"), rate=0.0)
         for k in range(settings.steps):
             batch = sample(text, settings.batch_size, settings.sequence, k)
             start_s = time.perf_counter()
             losses.append(step(batch))
             step_s.append(time.perf_counter() - start_s)
-            progress.update(bar, advance=1, loss=losses[-1], rate=settings.tokens / step_s[-1])
+            progress.update(task, advance=1, loss=losses[-1], rate=settings.tokens / step_s[-1])
     return tuple(losses), tuple(step_s)
 
 
@@ -191,18 +185,15 @@ def comparison_table(runs: Sequence[Run], single: Run) -> Table:
     assert runs[0].plan is not None
     prediction = runs[0].plan.prediction
     assert prediction is not None
-    table = Table(title="Predicted and measured")
-    for column in ("", "predicted", "measured"):
-        table.add_column(column, justify="right" if column else "default")
     predicted, measured = prediction.step_s, median_step_s(runs[0])
-    table.add_row("step", format_seconds(predicted), format_seconds(measured))
+    rows = [["", "predicted", "measured"]]
+    rows.append(["step", format_seconds(predicted), format_seconds(measured)])
     mesh = runs[0].plan.decisions.mesh
     for rank, run in enumerate(runs):
         expected = format_bytes(prediction.peak_bytes[mesh.coordinates(rank)[1]])
-        table.add_row(f"peak of rank {rank}", expected, format_bytes(run.peak_bytes))
-    table.add_section()
-    table.add_row("step of one process", "", format_seconds(median_step_s(single)))
-    return table
+        rows.append([f"peak of rank {rank}", expected, format_bytes(run.peak_bytes)])
+    rows.append(["step of one process", "", format_seconds(median_step_s(single))])
+    return rich_table(rows, title="Predicted and measured")
 
 
 def plot_losses(path: Path, curves: Mapping[str, Sequence[float]]) -> None:

@@ -9,6 +9,8 @@ then. Experts of `normed` have a norm and a scale of their own, and masks are ta
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -139,7 +141,7 @@ class ExpertLoops(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-_BATCH = causal_batch(EVEN_VOCABULARY)
+_BATCH = partial(causal_batch, EVEN_VOCABULARY)
 EXPERT_LOOPS = {
     f"loop_{kind}": ModelCase(
         f"loop_{kind}", lambda _, kind=kind: ExpertLoops(kind), _BATCH, shifted

@@ -52,10 +52,13 @@ def known(text: str, names: Collection[str], option: str) -> list[str]:
     return chosen
 
 
-def bar(console: Console, **options: Any) -> Progress:
-    """A progress bar with the name, the count and the time of what is measured."""
+def bar(console: Console, more: str = "", **options: Any) -> Progress:
+    """A progress bar with the name, the count and the time of what is measured, and what is to be
+    told of it beside.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(*columns, TimeElapsedColumn(), console=console, **options)
+    told = [TextColumn(more)] if more else []
+    return Progress(*columns, TimeElapsedColumn(), *told, console=console, **options)
 
 
 def tracked(items: Sequence[T], describe: Callable[[T], str], console: Console) -> Iterator[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,23 +18,14 @@ from merakc.equality.compare import (
     Difference,
     Reference,
     Tensors,
-    first_inequality,
     optimizer_for,
+    pairs,
     split_state,
-    worst_difference,
+    worst_differences,
 )
 from merakc.ir.program import Mesh
 from merakc.ir.state import ShardsGiven
 from merakc.machines.cluster import Cluster
-
-__all__ = [
-    "Difference",
-    "Task",
-    "first_inequality",
-    "train_layout",
-    "train_twice",
-    "worst_difference",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +95,22 @@ def train_twice(task: Task) -> tuple[Reference, str]:
     """The training, and the first thing in which a second one from the start is not bit-equal."""
     first, second = train_layout(task), train_layout(task)
     return first, first_inequality(first, second)
+
+
+def first_inequality(first: Reference, second: Reference) -> str:
+    """The name of the first loss or tensor that is not bit-equal; empty where all are."""
+    if first.losses != second.losses:
+        return f"losses {first.losses} and {second.losses}"
+    for name, (one, other) in pairs(first, second).items():
+        for key in one.keys() | other.keys():
+            if key not in one or key not in other or not torch.equal(one[key], other[key]):
+                return f"{name} of {key}"
+    return ""
+
+
+def worst_difference(
+    ours: Reference, losses: Iterable[Sequence[float]], reference: Reference, bound: float
+) -> Difference:
+    """The largest of all `worst_differences`."""
+    found = worst_differences(ours, losses, reference, bound)
+    return max(found.values(), key=lambda difference: difference.error)

@@ -20,10 +20,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 import merakc
+from benchmarks.layouts import worst_difference
 from benchmarks.loss_formulas import FORMULAS
 from benchmarks.loss_formulas.formula import SAMPLES, build, samples_between, whole_batch
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
-from merakc.equality.compare import Reference, Tensors, worst_difference
+from merakc.equality.compare import Reference, Tensors
 from merakc.errors import MerakError, MismatchError
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU

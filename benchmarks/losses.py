@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, known, markdown, rich_table
 from benchmarks.loss_cells import (
     BOUND,
     Cell,
@@ -208,19 +208,16 @@ def main(
     only: Annotated[str, typer.Option(help="Comma-separated formulas; all if empty.")] = "",
     layouts: Annotated[str, typer.Option(help="Comma-separated layouts; all if empty.")] = "",
     json_path: JsonPath = None,
-    doc: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Where the page goes; {PAGE.name} in docs if everything is run.",
-            callback=in_a_folder,
-        ),
-    ] = None,
+    doc: DocPath = None,
     limit_s: Annotated[float, typer.Option("--timeout", help="Seconds per cell.")] = 60.0,
     sabotage: Annotated[
         bool, typer.Option(help="Only break the algebra's rules, and see what sees it.")
     ] = False,
 ) -> None:
-    """Compares every formula with one process; exits with 1 where one is wrong or crashes."""
+    """Compares every formula with one process; exits with 1 where one is wrong or crashes.
+
+    A run of everything writes the page of the documentation.
+    """
     start_s = time.perf_counter()
     torch.set_num_threads(1)
     console = Console()

@@ -28,7 +28,8 @@ import merakc
 from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import optimizer_for, step_batch
+from benchmarks.reference import step_batch
+from merakc.equality.compare import optimizer_for
 from merakc.runtime.live_bytes import LiveBytes
 from merakc.train.model import ParallelModel
 

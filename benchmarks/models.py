@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import nn
 from benchmarks.plain_models import ResNet, TransformerEncoder
 
 Batch = dict[str, torch.Tensor]
-MakeBatch = Callable[[int, torch.Generator], Batch]
 
 SEQUENCE = 12
 EVEN_VOCABULARY = 128
@@ -44,7 +44,7 @@ class ModelCase:
 
     name: str
     build: Callable[[float], nn.Module]
-    make_batch: MakeBatch
+    make_batch: Callable[[int, torch.Generator], Batch]
     valid_labels: Callable[[Batch], int]
     casts_float32: bool = False
     running_statistics: bool = False
@@ -72,70 +72,52 @@ def padding_mask(batch_size: int, length: int, generator: torch.Generator) -> to
     return (torch.arange(length) < lengths).long()
 
 
-def drop_labels(
-    labels: torch.Tensor, share: float, generator: torch.Generator, first: int = 0
-) -> torch.Tensor:
-    """Ignores a random `share` of the labels, but never all of a sample: position `first` stays."""
+def drop_labels(labels: torch.Tensor, share: float, generator: torch.Generator) -> torch.Tensor:
+    """Ignores a random `share` of the labels, but never all of a sample: position 1 stays."""
     dropped = torch.rand(labels.shape, generator=generator) < share
-    dropped[:, first] = False
+    dropped[:, 1] = False
     return labels.masked_fill(dropped, IGNORED)
 
 
-def causal_batch(vocabulary: int) -> MakeBatch:
+def causal_batch(vocabulary: int, batch_size: int, generator: torch.Generator) -> Batch:
     """Makes padded sequences whose labels are their own words."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        ids = words((batch_size, SEQUENCE), generator, vocabulary)
-        mask = padding_mask(batch_size, SEQUENCE, generator)
-        labels = drop_labels(ids.masked_fill(mask == 0, IGNORED), 0.1, generator, first=1)
-        return {
-            "input_ids": ids.masked_fill(mask == 0, 0),
-            "attention_mask": mask,
-            "labels": labels,
-        }
-
-    return make
+    ids = words((batch_size, SEQUENCE), generator, vocabulary)
+    mask = padding_mask(batch_size, SEQUENCE, generator)
+    labels = drop_labels(ids.masked_fill(mask == 0, IGNORED), 0.1, generator)
+    return {
+        "input_ids": ids.masked_fill(mask == 0, 0),
+        "attention_mask": mask,
+        "labels": labels,
+    }
 
 
-def masked_batch(vocabulary: int) -> MakeBatch:
+def masked_batch(batch_size: int, generator: torch.Generator) -> Batch:
     """Most labels are ignored, as where only masked words are to be found again."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        batch = causal_batch(vocabulary)(batch_size, generator)
-        batch["labels"] = drop_labels(batch["labels"], 0.6, generator, first=1)
-        return batch
-
-    return make
+    batch = causal_batch(ODD_VOCABULARY, batch_size, generator)
+    batch["labels"] = drop_labels(batch["labels"], 0.6, generator)
+    return batch
 
 
-def text_to_text_batch(vocabulary: int) -> MakeBatch:
+def text_to_text_batch(vocabulary: int, batch_size: int, generator: torch.Generator) -> Batch:
     """Makes padded sequences whose labels are other, shorter ones."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        batch = causal_batch(vocabulary)(batch_size, generator)
-        target = words((batch_size, SEQUENCE - 3), generator, vocabulary)
-        mask = padding_mask(batch_size, SEQUENCE - 3, generator)
-        return {**batch, "labels": target.masked_fill(mask == 0, IGNORED)}
-
-    return make
+    batch = causal_batch(vocabulary, batch_size, generator)
+    target = words((batch_size, SEQUENCE - 3), generator, vocabulary)
+    mask = padding_mask(batch_size, SEQUENCE - 3, generator)
+    return {**batch, "labels": target.masked_fill(mask == 0, IGNORED)}
 
 
 def speech_batch(batch_size: int, generator: torch.Generator) -> Batch:
     """Spectra `[batch_size, mels, frames]` and the words spoken."""
-    text = text_to_text_batch(ODD_VOCABULARY)(batch_size, generator)
+    text = text_to_text_batch(ODD_VOCABULARY, batch_size, generator)
     sound = torch.randn(batch_size, MELS, FRAMES, generator=generator)
     return {"input_features": sound, "labels": text["labels"]}
 
 
-def images(size: int) -> MakeBatch:
+def images(size: int, batch_size: int, generator: torch.Generator) -> Batch:
     """Images `[batch, 3, size, size]` and their classes."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        pixels = torch.randn(batch_size, 3, size, size, generator=generator)
-        labels = torch.randint(0, CLASSES, (batch_size,), generator=generator)
-        return {"pixel_values": pixels, "labels": labels}
-
-    return make
+    pixels = torch.randn(batch_size, 3, size, size, generator=generator)
+    labels = torch.randint(0, CLASSES, (batch_size,), generator=generator)
+    return {"pixel_values": pixels, "labels": labels}
 
 
 def shifted(batch: Batch) -> int:
@@ -198,7 +180,7 @@ def causal_case(
     name: str, build: Callable[[float], nn.Module], vocabulary: int = EVEN_VOCABULARY
 ) -> ModelCase:
     """A model that guesses the next word."""
-    return ModelCase(name, build, causal_batch(vocabulary), shifted, casts_float32=True)
+    return ModelCase(name, build, partial(causal_batch, vocabulary), shifted, casts_float32=True)
 
 
 def like_llama(
@@ -223,8 +205,7 @@ def masked_case(
     """A model that guesses masked words."""
     given = {"vocab_size": ODD_VOCABULARY, "max_position_embeddings": SEQUENCE, **SIZES, **IDS}
     build = transformers_model(f"{class_name}ForMaskedLM", dropouts, **given | sizes)
-    make = masked_batch(ODD_VOCABULARY)
-    return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
+    return ModelCase(name, build, masked_batch, unshifted, casts_float32=casts_float32)
 
 
 def like_bart(
@@ -235,7 +216,7 @@ def like_bart(
         f"{class_name}ForConditionalGeneration", SEQ2SEQ_DROPOUTS, vocab_size=EVEN_VOCABULARY,
         **SEQ2SEQ_SIZES, **sizes,
     )  # fmt: skip
-    make = text_to_text_batch(EVEN_VOCABULARY)
+    make = partial(text_to_text_batch, EVEN_VOCABULARY)
     return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
 
 
@@ -244,7 +225,7 @@ def like_t5(name: str, class_name: str, **sizes: Any) -> ModelCase:
     build = transformers_model(
         f"{class_name}ForConditionalGeneration", ("dropout_rate",), **T5_SIZES, **sizes
     )
-    make = text_to_text_batch(EVEN_VOCABULARY)
+    make = partial(text_to_text_batch, EVEN_VOCABULARY)
     return ModelCase(name, build, make, unshifted, casts_float32=True)
 
 
@@ -262,7 +243,9 @@ def classifier(
         f"{class_name}ForImageClassification", dropouts,
         **{"image_size": image, "num_labels": CLASSES, **sizes},
     )  # fmt: skip
-    return ModelCase(name, build, images(image), unshifted, running_statistics=running_statistics)
+    return ModelCase(
+        name, build, partial(images, image), unshifted, running_statistics=running_statistics
+    )
 
 
 _CASES = (
@@ -291,13 +274,13 @@ _CASES = (
         lambda dropout: TransformerEncoder(
             ODD_VOCABULARY, SEQUENCE, HIDDEN, heads=HEADS, wide=WIDE, layers=LAYERS, dropout=dropout
         ),
-        masked_batch(ODD_VOCABULARY),
+        masked_batch,
         unshifted,
     ),
     ModelCase(
         "resnet",
         lambda dropout: ResNet(width=8, blocks=(2, 2), classes=CLASSES, dropout=dropout),
-        images(IMAGE),
+        partial(images, IMAGE),
         unshifted,
         running_statistics=True,
     ),

@@ -29,9 +29,9 @@ from torch import nn
 
 from benchmarks.fuzz.mutations import PLAN_HEAD, damaged_bytes, places_in, rehashed
 from benchmarks.harness import finish
+from benchmarks.layouts import worst_difference
 from benchmarks.models import words
 from merakc.equality.check import DOUBLE, LIMIT
-from merakc.equality.compare import worst_difference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import MerakError

@@ -24,6 +24,7 @@ from torch import nn
 
 import merakc
 from benchmarks.corpus import VOCABULARY, library_bytes, sample
+from benchmarks.harness import rich_table
 from merakc.cli.clusters import machines
 from merakc.ir.precision import parse_precision
 from merakc.planner.choose import compare
@@ -121,14 +122,12 @@ def train(seconds: float, share: float, points: int) -> list[Run]:
 
 def training_table(runs: Sequence[Run]) -> Table:
     """Where each way has come."""
-    table = Table(title="Held-out loss at equal wall time")
-    for column in ("", "steps", "seconds", "loss at half", "loss at the end"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    rows = [("", "steps", "seconds", "loss at half", "loss at the end")]
     for run in runs:
         half = min(run.curve, key=lambda at: abs(at[0] - run.spent_s / 2))
-        row = f"{run.steps}", f"{run.spent_s:.0f}", f"{half[1]:.3f}", f"{run.curve[-1][1]:.3f}"
-        table.add_row(run.name, *row)
-    return table
+        losses = f"{half[1]:.3f}", f"{run.curve[-1][1]:.3f}"
+        rows.append((run.name, f"{run.steps}", f"{run.spent_s:.0f}", *losses))
+    return rich_table(rows, title="Held-out loss at equal wall time")
 
 
 def plot(path: Path, runs: Sequence[Run]) -> None:
@@ -186,20 +185,18 @@ def planned(
 
 def plan_table() -> Table:
     """The plans with and without shared layers."""
-    table = Table(title=f"{LAYERS} layers of {EXPERTS:,} experts on {DEVICES} V100-32 (predicted)")
     heads = "", "trillions", "a device needs", "fits", "a step", f"days of {TOKENS:.0e} tokens"
-    for column in heads:
-        table.add_column(column, justify="right" if column else "left")
     model = experts()
-    table.add_row(*planned(model, "real"))
+    rows = [heads, planned(model, "real")]
     merakc.share_layers(model)
-    table.add_row(*planned(model, "pseudo"))
-    table.caption = (
+    rows.append(planned(model, "pseudo"))
+    title = f"{LAYERS} layers of {EXPERTS:,} experts on {DEVICES} V100-32 (predicted)"
+    caption = (
         f"dp=1 tp={DEVICES} pp=1, {MICRO_BATCHES} micro-batches, {TEXTS} texts of {TEXT_LENGTH}, "
         "recompute=full, fp16-mixed; estimated by pieces. Offload of parameters to the host's "
         "memory, by which the paper holds the real model, is not built; nor are experts over dp."
     )
-    return table
+    return rich_table(rows, title=title, caption=caption)
 
 
 def main(

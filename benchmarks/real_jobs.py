@@ -374,7 +374,7 @@ def main(
     missed = sum(bool(problems(one)) for one in found.values())
     finish(
         console, not missed, f"{len(found)} jobs, {missed} of which miss something",
-        json_path=json_path, figures={n: dataclasses.asdict(f) for n, f in found.items()}, doc=doc,
+        json_path=json_path, figures=found, doc=doc,
         page=lambda: markdown(rows),
     )  # fmt: skip
 

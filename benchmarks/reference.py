@@ -14,29 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from benchmarks.models import Batch, ModelCase
 from merakc.equality.batch_norms import norms_by_parts
 from merakc.equality.casts import lifted_casts
-from merakc.equality.compare import (
-    ADAM_EPS,
-    LEARNING_RATE,
-    Reference,
-    Tensors,
-    optimizer_for,
-    split_state,
-)
+from merakc.equality.compare import Reference
 from merakc.equality.plain import train_plain
 from merakc.ir.batches import Rows
-
-__all__ = [
-    "ADAM_EPS",
-    "LEARNING_RATE",
-    "Reference",
-    "Tensors",
-    "lifted_casts",
-    "optimizer_for",
-    "split_batch",
-    "split_state",
-    "step_batch",
-    "train_reference",
-]
 
 
 def step_batch(case: ModelCase, batch_size: int, dtype: torch.dtype, step: int) -> Batch:
@@ -50,19 +30,18 @@ def train_reference(
     batch_size: int,
     micro_batches: int,
     steps: int,
-    dtype: torch.dtype = torch.float64,
     lift_casts: bool = False,
     dp: int = 1,
     clip_norm: float | None = None,
 ) -> Reference:
-    """Trains `case` for `steps` steps of the whole batch.
+    """Trains `case` in float64 for `steps` steps of the whole batch.
 
     Batch norms normalise each of its `micro_batches` by itself. Running statistics are those of the
     first of `dp` ranks, whose micro-batches are the first of each batch. Gradients are those after
     clipping.
     """
-    model = case.model(dtype)
-    calls = [[((), step_batch(case, batch_size, dtype, step))] for step in range(steps)]
+    model = case.model(torch.float64)
+    calls = [[((), step_batch(case, batch_size, torch.float64, step))] for step in range(steps)]
     norms = {n: Rows() for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
     with (
         lifted_casts() if lift_casts else nullcontext(),

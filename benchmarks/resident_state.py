@@ -11,18 +11,20 @@ import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import merakc
 from benchmarks.layouts import Task
-from benchmarks.reference import optimizer_for, split_batch, step_batch
+from benchmarks.reference import split_batch, step_batch
+from merakc.equality.compare import optimizer_for
 from merakc.ir.program import Action, ActionKind
 from merakc.runtime.executor import Step
 from merakc.train.model import ParallelModel
@@ -109,11 +111,9 @@ class _Scale:
         self.kept = _less(reached, self.state, gathered)
         self.other_bytes = sum(self._other(gathered).values())
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[Any]:
         """Weighs after the first backward of the next step."""
-        with _after_compute(self._between_micro_batches):
-            yield
+        return _after_compute(self._between_micro_batches)
 
     def _between_micro_batches(self, step: Step, action: Action) -> None:
         if action.kind is not ActionKind.BACKWARD or self.held is not None:
@@ -195,8 +195,7 @@ def _less(sizes: Sizes, *others: Sizes) -> Sizes:
     return {key: size for key, size in sizes.items() if not any(key in o for o in others)}
 
 
-@contextmanager
-def _after_compute(look: Callable[[Step, Action], None]) -> Iterator[None]:
+def _after_compute(look: Callable[[Step, Action], None]) -> AbstractContextManager[Any]:
     """Calls `look` after each compute of every executor."""
     plain = Step.compute
 
@@ -204,8 +203,4 @@ def _after_compute(look: Callable[[Step, Action], None]) -> Iterator[None]:
         plain(self, action)
         look(self, action)
 
-    Step.compute = compute  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Step.compute = plain  # type: ignore[method-assign]
+    return patch.object(Step, "compute", compute)

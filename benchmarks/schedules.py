@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import typer
@@ -22,7 +22,7 @@ from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.ir.costs import StageCost
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import EFFORT, generate
-from merakc.schedules.placement import place, split_stages
+from merakc.schedules.placement import place
 from merakc.schedules.registry import make_schedule, stage_ranks
 from merakc.schedules.timing import Pipeline, make_pipeline, time_schedule
 
@@ -112,6 +112,26 @@ class Row:
         if self.exact:
             return (self.makespan, self.peak) == (self.limit, self.expected_peak)
         return self.makespan <= self.limit + 1e-9
+
+
+def split_stages(costs: Sequence[StageCost], virtual_stages: int) -> tuple[StageCost, ...]:
+    """The costs of the same model in so many times as many stages, each stage cut evenly."""
+    assert virtual_stages >= 1, virtual_stages
+    if virtual_stages == 1:
+        return tuple(costs)
+    return tuple(_part(cost, virtual_stages) for cost in costs for _ in range(virtual_stages))
+
+
+def _part(cost: StageCost, virtual_stages: int) -> StageCost:
+    """One of so many equal parts; bytes are rounded up."""
+    return StageCost(
+        **{
+            name: -(-figure // virtual_stages)
+            if name.endswith("_bytes")
+            else figure / virtual_stages
+            for name, figure in asdict(cost).items()
+        }
+    )
 
 
 def unit_pipeline(rank_of: Sequence[int], ranks: int, micro_batches: int) -> Pipeline:

@@ -20,7 +20,7 @@ from scipy.optimize import differential_evolution
 
 from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.costs.fabric import Fabric
-from merakc.costs.state import MIXED, DpGroup, Layer, Precision, StateCost, state_bytes, state_cost
+from merakc.costs.state import DpGroup, Layer, StateCost, state_bytes, state_cost
 from merakc.errors import PlanError
 from merakc.ir.state import StateShards, lattice
 
@@ -185,7 +185,6 @@ def choose_state(
     micro_batches: int,
     group: DpGroup,
     budget_bytes: int,
-    precision: Precision = MIXED,
     *,
     optimizer_bytes_per_s: float = float("inf"),
 ) -> tuple[StateShards, StateCost]:
@@ -198,8 +197,7 @@ def choose_state(
     """
     costs = {
         shards: state_cost(
-            layers, micro_batches, shards, group, precision,
-            optimizer_bytes_per_s=optimizer_bytes_per_s,
+            layers, micro_batches, shards, group, optimizer_bytes_per_s=optimizer_bytes_per_s
         )
         for shards in lattice(group.dp)
     }  # fmt: skip

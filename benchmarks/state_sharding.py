@@ -19,8 +19,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import DocPath, JsonPath, bar, finish, markdown
-from benchmarks.peers.environments import Environment, MissingPeerError, deepspeed_environment
-from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
+from benchmarks.peers.networks import NetworkError, network_of
+from benchmarks.peers.plans import NEEDS, about, make_environments
 from benchmarks.peers.rounds import CHECKED_STEPS, Course, Entry, Row, ratios
 from benchmarks.peers.training import Training
-from benchmarks.reports import told_run
 
 SHARDINGS = ("zero-0", "zero-1", "zero-2", "zero-3")
 MERAKC, DEEPSPEED = "merakc_state", "deepspeed_zero"
@@ -165,36 +163,11 @@ def measure_all(
     notes = []
     for name in names:
         try:
-            ranks = course.training.ranks
-            with nullcontext(LOOPBACK) if name == "loopback" else slow_network(ranks, name) as made:
+            with network_of(course.training.ranks, name) as made:
                 rows += course.measure(made, found, rounds, steps)
         except NetworkError as error:
             notes.append(f"links of {name} are skipped: {error}")
     return rows, notes
-
-
-def _environments(found: list[Entry], cache: Path) -> tuple[dict[str, Environment], list[str]]:
-    """Those that peers need, and why one is missing."""
-    if all(entry.peer != DEEPSPEED for entry in found):
-        return {}, []
-    try:
-        return {DEEPSPEED: deepspeed_environment(cache.expanduser())}, []
-    except MissingPeerError as error:
-        return {}, [f"DeepSpeed is missing: {error}"]
-
-
-def _about(training: Training, environments: Mapping[str, Environment], wall_s: float) -> str:
-    """The command, the date, the machine, the versions, the sizes."""
-    peers = "".join(f" DeepSpeed {e.version}." for e in environments.values())
-    model = training.model()
-    size = sum(p.numel() for p in model.parameters())
-    return (
-        f"{told_run('benchmarks.state_sharding', sys.argv[1:])}{peers} {wall_s:.0f} s in all."
-        f"\n\nA Llama of {size / 1e6:.1f} million parameters ({training.layers} layers, hidden "
-        f"{training.hidden}, vocabulary {training.vocabulary}) in float32 with AdamW, "
-        f"{training.samples} × {training.sequence} tokens a rank, dp = {training.ranks}, one core "
-        "a rank, gloo."
-    )
 
 
 def report(console: Console, rows: Sequence[Row], notes: Sequence[str]) -> list[str]:
@@ -233,7 +206,9 @@ def main(
     found = entries([MERAKC, *peers.split(",")], shardings.split(","))
     with bar(console) as progress:
         task = progress.add_task("environments", total=None)
-        environments, notes = _environments(found, cache)
+        needed = {NEEDS[entry.peer] for entry in found if entry.peer in NEEDS}
+        environments, missing = make_environments(needed, cache)
+        notes = [f"{peer} is missing: {why}" for peer, why in missing.items()]
         found = [e for e in found if e.peer != DEEPSPEED or e.peer in environments]
         names = networks.split(",")
         progress.update(task, total=len(names) * len(found) * (rounds + 2))
@@ -245,12 +220,15 @@ def main(
         rows, skipped = measure_all(names, found, course, rounds, steps)
     notes += skipped + [f"{r.network}, {r.entry.label}: {r.failure}" for r in rows if r.failure]
     wrong, wall_s = report(console, rows, notes), time.perf_counter() - start_s
+    tokens = f"{samples} × {training.sequence} tokens a rank, dp = {dp}, one core a rank"
     body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong}
     listed = [dataclasses.asdict(r) | {"step_s": r.step_s, "hidden": r.hidden} for r in rows]
     finish(
         console, not wrong, f"{len(rows)} rows, {wall_s:.0f} s", json_path=json_path,
         figures=body | {"rows": listed}, doc=doc,
-        page=lambda: document(rows, notes, _about(training, environments, wall_s)),
+        page=lambda: document(
+            rows, notes, about("benchmarks.state_sharding", training, tokens, environments, wall_s)
+        ),
     )  # fmt: skip
 
 

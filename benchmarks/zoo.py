@@ -28,12 +28,13 @@ import typer
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, write_json
-from benchmarks.layouts import Difference, Task, train_layout, worst_difference
+from benchmarks.harness import DocPath, JsonPath, finish, known, markdown, write_json
+from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
-from benchmarks.reference import Reference, split_batch, step_batch, train_reference
+from benchmarks.reference import split_batch, step_batch, train_reference
 from benchmarks.reports import one_line
 from benchmarks.zoo_models import ZOO
+from merakc.equality.compare import Difference, Reference
 from merakc.errors import MerakError, RecordError, ShardError
 from merakc.frontend.record import record
 from merakc.ir.program import Mesh
@@ -284,19 +285,16 @@ def main(
     only: Annotated[str, typer.Option(help="Comma-separated models; all if empty.")] = "",
     cells: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CELLS),
     json_path: JsonPath = None,
-    doc: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"Where the page goes; {PAGE.name} in docs if all models are run.",
-            callback=in_a_folder,
-        ),
-    ] = None,
+    doc: DocPath = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per cell.")] = 300.0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Takes the rows that --json's file has already.")
     ] = False,
 ) -> None:
-    """Measures the coverage; exits with 1 where under 97 % of cells are equal, or one is wrong."""
+    """Measures the coverage; exits with 1 where under 97 % of cells are equal, or one is wrong.
+
+    A run of all models writes the page of the documentation.
+    """
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch|transformers|diffusers")
     transformers.logging.set_verbosity_error()
@@ -312,8 +310,8 @@ def main(
         text = progress(row, len(rows), len(chosen))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if json_path is not None:
-            kept = (done | {r.model: r for r in rows}).values()  # what is yet to come, too
-            write_json(json_path, [dataclasses.asdict(r) for r in kept])
+            kept = done | {r.model: r for r in rows}  # what is yet to come, too
+            write_json(json_path, [*kept.values()])
     finish(console, passes(rows), summary(rows), doc=doc, page=lambda: page(rows))
 
 

@@ -152,13 +152,13 @@ class Agreement:
         optimizers, told = ("; ".join(own) for own in words)
         self.settings.clear()
         job = f"{optimizers or NO_OPTIMIZER}, {self._trained()}"
-        value = _hash(leaves or (), step)
+        value = hash_of(leaves or (), step)
         marks = [
-            _batch_mark(value, mesh, rank),
-            settings_mark(told, mesh, rank),
-            common_settings_mark(job + forward, mesh, rank),
-            common_mark(common.values(), mesh, rank, step),
-            _common_mark(value, mesh, rank),
+            batch_mark(value, mesh, rank),
+            settings_mark(zlib.crc32(told.encode()), mesh, rank),
+            common_mark(zlib.crc32((job + forward).encode()), mesh, rank),
+            common_mark(hash_of(common.values(), step), mesh, rank),
+            common_mark(value, mesh, rank),
         ]
         sums = bring(torch.tensor([0.0, *marks, 0.0], dtype=torch.float64), loss.device)
         sums[0] = loss
@@ -291,46 +291,32 @@ def _not_common(name: str, what: str, one: int, other: int) -> MismatchError:
     )
 
 
-def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float:
-    """What a rank adds for its batch, of these leaves; over the ranks of each replica the sum is
-    zero. Every rank gives the same `step`.
-    """
-    return _batch_mark(_hash(leaves, step), mesh, rank)
-
-
-def _batch_mark(value: int, mesh: Mesh, rank: int) -> float:
+def batch_mark(value: int, mesh: Mesh, rank: int) -> float:
+    """What a rank adds for the hash of its batch; over the ranks of a replica the sum is zero."""
     dp, pipeline_rank, lane = mesh.coordinates(rank)
     return _mark(value, dp, mesh.lanes * mesh.pp, pipeline_rank == lane == 0)
 
 
-def common_mark(tensors: Iterable[torch.Tensor], mesh: Mesh, rank: int, step: int) -> float:
-    """What a rank adds for what is the same for all samples; over all ranks the sum is zero."""
-    return _common_mark(_hash(tensors, step), mesh, rank)
+def settings_mark(value: int, mesh: Mesh, rank: int) -> float:
+    """What a rank adds for the hash of its optimizers; over the ranks of each pipeline rank the sum
+    is zero: they hold the same parameters, or parts of them.
+    """
+    dp, pipeline_rank, lane = mesh.coordinates(rank)
+    return _mark(value, pipeline_rank, mesh.dp * mesh.lanes, dp == lane == 0)
 
 
-def _common_mark(value: int, mesh: Mesh, rank: int) -> float:
+def common_mark(value: int, mesh: Mesh, rank: int) -> float:
+    """What a rank adds for the hash of what all have; over all ranks the sum is zero."""
     return _mark(value, 0, mesh.world_size, rank == 0)
 
 
-def _hash(leaves: Iterable[Any], step: int) -> int:
+def hash_of(leaves: Iterable[Any], step: int) -> int:
+    """The hash of a batch's leaves, or of some elements of the large ones, others at each step."""
     found = 0
     for leaf in leaves:
         data = _sample(leaf, step) if isinstance(leaf, torch.Tensor) else _told(leaf).encode()
         found = zlib.crc32(data, found)
     return found
-
-
-def settings_mark(told: str, mesh: Mesh, rank: int) -> float:
-    """What a rank adds for its optimizers; over the ranks of each pipeline rank the sum is zero:
-    they hold the same parameters, or parts of them.
-    """
-    dp, pipeline_rank, lane = mesh.coordinates(rank)
-    return _mark(zlib.crc32(told.encode()), pipeline_rank, mesh.dp * mesh.lanes, dp == lane == 0)
-
-
-def common_settings_mark(told: str, mesh: Mesh, rank: int) -> float:
-    """What a rank adds for what its optimizers were given; over all ranks the sum is zero."""
-    return _common_mark(zlib.crc32(told.encode()), mesh, rank)
 
 
 def _mark(value: int, place: int, ranks: int, first: bool) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
-from merakc.ir.graph import Graph, Input, InputKind, OutputKind
+from merakc.ir.graph import Input, InputKind, OutputKind
 from merakc.ir.program import StageGraphs
 from merakc.kernels.collectives import gather_into
 from merakc.runtime.codegen import NO_HOOKS, compile_graph
@@ -59,9 +59,10 @@ class HeadRunner:
         self.head, self.chunk, self.layout = head, chunk, layout
         self.device, self.group = device, group
         graphs = [g for g in (chunk.forward, chunk.backward) if g is not None]
+        read = [{i.key for g in graphs[k:] for i in g.inputs} for k in range(1, len(graphs) + 1)]
         self.graphs = [
-            (g, compiler(fuser.fuse(g) if fuser else g, device, NO_HOOKS), _later(graphs[k + 1 :]))
-            for k, g in enumerate(graphs)
+            (g, compiler(fuser.fuse(g) if fuser else g, device, NO_HOOKS), later)
+            for g, later in zip(graphs, read, strict=True)
         ]
         self.constants = {
             name: c.to(device) for g in graphs for name, c in g.constants.items()
@@ -180,8 +181,3 @@ def _joined(share: Share, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part
     return total
-
-
-def _later(graphs: Sequence[Graph]) -> frozenset[str]:
-    """What later graphs read."""
-    return frozenset(i.key for g in graphs for i in g.inputs)

@@ -66,8 +66,3 @@ class _Copying:
 def is_beside(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is beside the device."""
     return tensor.untyped_storage()._cdata in _pool
-
-
-def pool_bytes() -> int:
-    """What lives there now."""
-    return sum(storage.nbytes() for storage in _pool.values())

@@ -18,7 +18,8 @@ from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
+from merakc.equality.compare import Reference
 from merakc.errors import FitError, RecordError
 from merakc.ir.program import ActionKind, Mesh
 from merakc.machines.cluster import NOMINAL_CPU

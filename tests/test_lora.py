@@ -17,15 +17,10 @@ import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS, Batch, ModelCase
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import (
-    Reference,
-    lifted_casts,
-    optimizer_for,
-    split_batch,
-    step_batch,
-    train_reference,
-)
+from benchmarks.reference import split_batch, step_batch, train_reference
 from merakc.costs.work.sharded import OPTIMIZER_STATES
+from merakc.equality.casts import lifted_casts
+from merakc.equality.compare import Reference, optimizer_for
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.part import plain as held_part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,11 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks.harness import finish
-from benchmarks.layouts import Difference
 from benchmarks.models import Batch, ModelCase
 from benchmarks.ranks import RankError, RankTimeoutError
-from benchmarks.reference import Reference, lifted_casts, split_state, step_batch
+from benchmarks.reference import step_batch
+from merakc.equality.casts import lifted_casts
+from merakc.equality.compare import Difference, Reference, split_state
 from merakc.train.model import ParallelModel
 
 BOUND = 1e-10
@@ -145,5 +145,5 @@ def conclude(
             console.print(f"{cell.complaint}: {cell}", markup=False)
     good = not failed and refused <= most_refused * len(cells)
     text = f"{len(cells)} cells, {failed} failed, {refused} refused"
-    figures = {"passed": good, "cells": [dataclasses.asdict(cell) for cell in cells]}
+    figures = {"passed": good, "cells": cells}
     finish(console, good, text, json_path=json_path, figures=figures, doc=doc, page=page)

@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import merakc
 from benchmarks.models import IGNORED, Batch, ModelCase
-from benchmarks.reference import Tensors, lifted_casts, optimizer_for, split_batch, step_batch
+from benchmarks.reference import split_batch, step_batch
+from merakc.equality.casts import lifted_casts
+from merakc.equality.compare import Tensors, optimizer_for
 from merakc.ir.state import StateShards
 
 RANKS = 2

@@ -22,12 +22,13 @@ from rich.console import Console
 from benchmarks.equivalence.cells import BATCH_SIZE, BOUND, Cell, conclude, grid, run_cell
 from benchmarks.expert_loops import EXPERT_LOOPS
 from benchmarks.harness import DocPath, JsonPath, markdown, rich_table, tracked
-from benchmarks.layouts import Difference, Task, train_layout, train_twice, worst_difference
+from benchmarks.layouts import Task, train_layout, train_twice, worst_difference
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
 from benchmarks.reports import told_run
 from benchmarks.zoo_models import ZOO
+from merakc.equality.compare import Difference, Reference
 from merakc.errors import MerakError
 from merakc.ir.program import Mesh
 from merakc.passes.sharding.sequences import heads, rings

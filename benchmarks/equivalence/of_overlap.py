@@ -24,9 +24,9 @@ from benchmarks.harness import JsonPath, rich_table
 from benchmarks.layouts import worst_difference
 from benchmarks.models import Batch
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference
 from benchmarks.zoo_models import ZOO
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED
+from merakc.equality.compare import Reference
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.model import ParallelModel
 

@@ -23,7 +23,7 @@ from benchmarks.harness import JsonPath, rich_table
 from benchmarks.layouts import first_inequality, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference
+from merakc.equality.compare import Reference
 from merakc.errors import CutError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.schedules.registry import NAMES

@@ -14,9 +14,10 @@ from benchmarks.equivalence.uneven import UNEVEN
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
 from benchmarks.resident_state import Held, resident_state
 from merakc.costs.state import MIXED, Precision
+from merakc.equality.compare import Reference
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice, parse_shards
 

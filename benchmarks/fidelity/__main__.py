@@ -8,7 +8,6 @@ constants of each kind of GPU that stand in its cluster file, which `--fit` find
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from benchmarks.fidelity.data import (
     read_rows,
 )
 from benchmarks.fidelity.fit import constants_of, correct, fit, predict
-from benchmarks.harness import JsonPath, rich_table, write_json
+from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.costs.measured import NONE, Corrections
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import preset
@@ -253,15 +252,14 @@ def main(
         raise typer.Exit(2) from None
     checks += more
     console.print(checks_table(checks))
-    if json_path:
-        rows_json = [
-            {"source": f.row.source, "row": f.row.label, "measured_s": f.row.step_s,
-             "predicted_s": f.predicted_s, "fitted": f.fitted}
-            for f in (*found, *papers)
-        ]  # fmt: skip
-        figures = {"checks": [dataclasses.asdict(c) for c in checks], "rows": rows_json}
-        write_json(json_path, figures)
-    raise typer.Exit(0 if all(check.passed for check in checks) else 1)
+    predicted = [
+        {"source": f.row.source, "row": f.row.label, "measured_s": f.row.step_s,
+         "predicted_s": f.predicted_s, "fitted": f.fitted}
+        for f in (*found, *papers)
+    ]  # fmt: skip
+    figures = {"checks": checks, "rows": predicted}
+    good = all(check.passed for check in checks)
+    finish(console, good, "", json_path=json_path, figures=figures)
 
 
 if __name__ == "__main__":

@@ -82,14 +82,23 @@ def read_rows(path: Path) -> list[Row]:
     for a second forward below the peak rate of an A100. Those on several nodes recompute all of it,
     as in the paper that they follow. Raises `DataError`.
     """
+    return [_vtrain(given, where) for where, given in csv_rows(path, COLUMNS)]
+
+
+def csv_rows(path: Path, columns: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+    """The rows of a CSV, each behind its file and line. Raises `DataError` where a column lacks."""
+    with found(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
+            raise DataError(f"{path}: no column {', '.join(missing)}; it needs {','.join(columns)}")
+        return [(f"{path}:{k}", row) for k, row in enumerate(reader, 2)]
+
+
+def found(path: Path) -> Path:
+    """A file of the data. Raises `DataError` where there is none."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; give the folder of the data with --data")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise DataError(f"{path}: no column {', '.join(missing)}; it needs {','.join(COLUMNS)}")
-        return [_vtrain(given, f"{path}:{k}") for k, given in enumerate(reader, 2)]
+    return path
 
 
 def _vtrain(given: dict[str, str], where: str) -> Row:
@@ -120,9 +129,7 @@ def _vtrain(given: dict[str, str], where: str) -> Row:
 
 def published_rows(path: Path) -> dict[str, list[Row]]:
     """The rows of papers by kind of GPU. Raises `DataError`."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; give the folder of the data with --data")
-    tables: dict[str, Any] = json.loads(path.read_text())
+    tables: dict[str, Any] = json.loads(found(path).read_text())
     a100 = [
         _megatron(row, table, name)
         for name, table in (

@@ -7,7 +7,6 @@ arXiv 2311.05610): what is predicted to fit is held against what ran. Exits with
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fidelity.__main__ import BESIDE
-from benchmarks.fidelity.data import NODE, DataError
+from benchmarks.fidelity.data import NODE, DataError, csv_rows
 from benchmarks.fidelity.llama import Attention, LlamaShape, llama_pieces
 from benchmarks.harness import rich_table
 from merakc.costs.ranks import fits
@@ -93,13 +92,7 @@ class Run:
 
 def read_runs(path: Path) -> list[Run]:
     """The runs of a CSV of these columns, but those that had no kernel. Raises `DataError`."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; give the folder of the data with --data")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
-            raise DataError(f"{path}: no column {', '.join(missing)}; it needs {','.join(COLUMNS)}")
-        rows = [(f"{path}:{k}", row) for k, row in enumerate(reader, 2)]
+    rows = csv_rows(path, COLUMNS)
     return [_run(row, where) for where, row in rows if row["outcome"] != NOT_RUN]
 
 

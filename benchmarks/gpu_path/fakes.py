@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,14 +119,9 @@ class Watching(TorchDispatchMode):
 
     # ------------------------------------------------------------------ streams
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[Any]:
         """What is issued inside runs aside."""
-        self.is_aside = True
-        try:
-            yield
-        finally:
-            self.is_aside = False
+        return patch.object(self, "is_aside", True)
 
     def mark(self) -> int:
         """The end of what runs aside so far."""
@@ -207,11 +202,8 @@ def _as_on_a_gpu(watching: Watching, mode: FakeTensorMode) -> Iterator[None]:
     made = ((api, "_build"), (training.ParallelModel, "_run_by"))
 
     def ran(step: Step) -> None:
-        watching.in_program = True
-        try:
+        with patch.object(watching, "in_program", True):
             run(step)
-        finally:
-            watching.in_program = False
 
     here: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -175,14 +175,9 @@ class Recorder(TorchDispatchMode):
             self.clocks.host |= clock
         return ended
 
-    @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def unheard(self) -> AbstractContextManager[Any]:
         """Waits count nothing."""
-        before, self.deaf = self.deaf, True
-        try:
-            yield
-        finally:
-            self.deaf = before
+        return patch.object(self, "deaf", True)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -207,21 +202,14 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What runs inside is counted."""
-        self.on = True
-        try:
-            with self:
-                yield
-        finally:
-            self.on = False
+        with patch.object(self, "on", True), self:
+            yield
 
     def _stepping(self, real: Callable[..., None]) -> Callable[..., None]:
         def run(step: Step) -> None:
-            self.in_program = True
             self.of_program.clear()
-            try:
+            with patch.object(self, "in_program", True):
                 real(step)
-            finally:
-                self.in_program = False
 
         return run
 
@@ -229,11 +217,8 @@ class Recorder(TorchDispatchMode):
         """Objects go between hosts, beside all streams."""
 
         def call(*args: Any, **more: Any) -> None:
-            before, self.on = self.on, False
-            try:
+            with patch.object(self, "on", False):
                 real(*args, **more)
-            finally:
-                self.on = before
 
         return call
 

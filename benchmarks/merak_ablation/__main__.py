@@ -24,7 +24,7 @@ from rich.table import Table
 
 import merakc
 from benchmarks.gpt import Shape
-from benchmarks.harness import DocPath, JsonPath, markdown, rich_table, write_json
+from benchmarks.harness import DocPath, JsonPath, finish, markdown, rich_table
 from benchmarks.merak_ablation.plans import (
     RESERVED_BYTES,
     Found,
@@ -349,10 +349,10 @@ def main(
             found.append((setting, rows))
             console.print(rows_table(setting, rows))
     wall_s = time.perf_counter() - start_s
-    console.print(f"{wall_s:.0f} s")
-    if doc is not None:
-        doc.write_text(document(found, wall_s))
-    write_json(json_path, figures(found))
+    finish(
+        console, True, f"{wall_s:.0f} s", json_path=json_path, figures=figures(found), doc=doc,
+        page=lambda: document(found, wall_s),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, in_a_folder, markdown, write_json
+from benchmarks.harness import DocPath, JsonPath, finish, markdown
 from benchmarks.overhead.runs import Crowd, Duel, First, crowd, duel, first, median_first
 from benchmarks.overlap_steps import Size
 from benchmarks.reports import told_run
@@ -109,7 +109,7 @@ def measure(extent: Extent, advance: Callable[[str], None]) -> Found:
     for ranks in extent.ranks:
         advance(f"{ranks} ranks")
         size = Size(CROWD_LAYERS, 64, 64, samples=CROWD_MICRO_BATCHES)
-        crowds.append(crowd("gpt2", size, ranks, CROWD_MICRO_BATCHES, extent.rounds))
+        crowds.append(crowd(size, ranks, CROWD_MICRO_BATCHES, extent.rounds))
     advance("first steps")
     firsts = first_steps(extent)
     compiled = [
@@ -327,16 +327,13 @@ def draw(found: Found, path: Path) -> None:
 
 def main(
     json_path: JsonPath = None,
-    doc: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write the tables here, as Markdown, and overhead.png beside it.",
-            callback=in_a_folder,
-        ),
-    ] = None,
+    doc: DocPath = None,
     quick: Annotated[bool, typer.Option(help="A few sizes, to see that it runs.")] = False,
 ) -> None:
-    """Measures; exits with 1 where something falls short of what is asked for."""
+    """Measures; exits with 1 where something falls short of what is asked for.
+
+    With --doc, overhead.png is drawn beside the page.
+    """
     torch.set_num_threads(1)
     console = Console()
     extent = QUICK if quick else Extent()
@@ -346,10 +343,11 @@ def main(
     page = document(found, extent, told_run("benchmarks.overhead", sys.argv[1:]))
     console.print(page, markup=False)
     if doc is not None:
-        doc.write_text(page)
         draw(found, doc.with_name("overhead.png"))
-    write_json(json_path, found)
-    raise typer.Exit(1 if complaints(found) else 0)
+    finish(
+        console, not complaints(found), "", json_path=json_path, figures=found, doc=doc,
+        page=lambda: page,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

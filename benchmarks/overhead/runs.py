@@ -28,7 +28,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch
 
 Batch = dict[str, torch.Tensor]
-WARM_UP = 3
+WARM_UP, VISIT_S = 3, 0.5
 TIMEOUT_S = 1800.0
 
 
@@ -141,11 +141,11 @@ def difference(own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return max((own[n] - g).abs().max().item() for n, g in wanted.items()) / largest
 
 
-def repeats_for(step: Callable[[], None], visit_s: float = 0.5) -> int:
-    """How many steps take about `visit_s`: of shorter ones the system's clocks tell too little."""
+def repeats_for(step: Callable[[], None]) -> int:
+    """How many steps take about `VISIT_S`: of shorter ones the system's clocks tell too little."""
     start_s = time.perf_counter()
     step()
-    return max(1, round(visit_s / (time.perf_counter() - start_s)))
+    return max(1, round(VISIT_S / (time.perf_counter() - start_s)))
 
 
 def quiet(step: Callable[[], None], repeats: int) -> tuple[float, float]:
@@ -173,13 +173,13 @@ class Crowd:
     actions: int
 
 
-def crowd(model: str, size: Size, ranks: int, micro_batches: int, steps: int) -> Crowd:
-    """A pipeline of so many ranks: of CPU time it does not matter how few cores they share."""
+def crowd(size: Size, ranks: int, micro_batches: int, steps: int) -> Crowd:
+    """A pipeline of GPT-2: of CPU time it does not matter how few cores its ranks share."""
 
     def run() -> tuple[float, int]:
         batch = batch_of(size)
         parallel = merakc.auto_parallel(
-            build(model, size).train(), batch, dp=1, tp=1, pp=dist.get_world_size(),
+            build("gpt2", size).train(), batch, dp=1, tp=1, pp=dist.get_world_size(),
             micro_batches=micro_batches, schedule="1f1b", recompute="none",
         )  # fmt: skip
         side = Side(parallel, batch, 1, parallel)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,29 +18,23 @@ import typer
 from rich.console import Console
 
 from benchmarks.harness import DocPath, JsonPath, bar, in_a_folder
-from benchmarks.peers.environments import (
-    Environment,
-    MissingPeerError,
-    accelerate_environment,
-    deepspeed_environment,
-)
+from benchmarks.peers.environments import Environment
 from benchmarks.peers.lines import user_lines
-from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
+from benchmarks.peers.networks import NetworkError, network_of
 from benchmarks.peers.plans import (
     ABSENT,
-    ACCELERATE,
-    DEEPSPEED,
     NEEDS,
     PLANS,
+    about,
     chosen,
     entries,
+    make_environments,
     training_of,
 )
 from benchmarks.peers.results import Result, complaints, document, failures, plot, table_of, verdict
 from benchmarks.peers.rounds import Advance, Course, Entry
 from benchmarks.peers.store import Store
 from benchmarks.peers.training import Training
-from benchmarks.reports import told_run
 
 CACHE = Path("~/.cache/merakc-peers")
 WIDTH = 140
@@ -71,32 +64,10 @@ class Comparison:
                 return result
         training, found = training_of(plan, self.base), self.entries(plan)
         course = Course(training, self.environments, advance)
-        made = nullcontext(LOOPBACK) if network == "loopback" else slow_network(
-            training.ranks, network
-        )  # fmt: skip
-        with made as links:
+        with network_of(training.ranks, network) as links:
             rows = course.measure(links, found, self.rounds, self.steps, shares=False)
         lines = tuple(user_lines(entry.peer, training, entry.form) for entry in found)
         return Result(plan, links.name, training, tuple(rows), lines)
-
-
-def make_environments(
-    needed: set[str], cache: Path
-) -> tuple[dict[str, Environment], dict[str, str]]:
-    """By adapter those that need one, and by package why one is missing."""
-    makers = {ACCELERATE: accelerate_environment, DEEPSPEED: deepspeed_environment}
-    found, missing = {}, {}
-    for name, make in makers.items():
-        if name not in needed:
-            continue
-        try:
-            made = make(cache.expanduser())
-        except MissingPeerError as error:
-            missing[name] = str(error)
-            continue
-        if made is not None:
-            found |= {peer: made for peer, need in NEEDS.items() if need == name}
-    return found, missing
 
 
 def measure_all(
@@ -127,19 +98,6 @@ def measure_all(
                 console.print(table_of(results[-1]))
                 console.print(verdict(results[-1]), markup=False)
     return results, notes
-
-
-def about(training: Training, environments: Mapping[str, Environment], wall_s: float) -> str:
-    """The command, the date, the machine, the versions, the sizes."""
-    size = sum(p.numel() for p in training.model().parameters())
-    versions = {f" {NEEDS[peer]} {found.version}." for peer, found in environments.items()}
-    peers = "".join(sorted(versions))
-    return (
-        f"{told_run('benchmarks.peers', sys.argv[1:])}{peers} {wall_s:.0f} s in all.\n\n"
-        f"A Llama of {size / 1e6:.1f} million parameters ({training.layers} layers, hidden "
-        f"{training.hidden}, vocabulary {training.vocabulary}) in float32 with AdamW, 8 × "
-        f"{training.sequence} tokens a step, one core a rank where there are as many, gloo."
-    )
 
 
 def main(
@@ -183,7 +141,8 @@ def main(
     console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {store.wall_s:.0f} s")
     store.keep(results, notes)
     if doc is not None:
-        told = about(base, environments, store.wall_s)
+        tokens = f"8 × {base.sequence} tokens a step, one core a rank where there are as many"
+        told = about("benchmarks.peers", base, tokens, environments, store.wall_s)
         doc.write_text(document(results, notes, told, picture.name if picture else ""))
     if picture is not None:
         plot(picture, results)

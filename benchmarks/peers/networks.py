@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 BURST, LATENCY = "256kb", "50ms"  # smaller bursts take CPU from the ranks
@@ -39,6 +39,11 @@ class Network:
 
 
 LOOPBACK = Network("loopback", "lo")
+
+
+def network_of(ranks: int, name: str) -> AbstractContextManager[Network]:
+    """The loopback, or links of the rate that the name is: see `slow_network`."""
+    return nullcontext(LOOPBACK) if name == "loopback" else slow_network(ranks, name)
 
 
 @contextmanager

@@ -1,13 +1,24 @@
-"""Which contestants train in which layouts, all on the same 1,024 tokens a step."""
+"""Which contestants train in which layouts, all on the same 1,024 tokens a step, and what of them
+can be had here.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from benchmarks.peers.environments import (
+    Environment,
+    MissingPeerError,
+    accelerate_environment,
+    deepspeed_environment,
+)
 from benchmarks.peers.rounds import Entry
 from benchmarks.peers.training import Training
+from benchmarks.reports import told_run
 
 SAMPLES = 8  # of a step, over all ranks
 # dp, tp, pp and the micro-batches of each copy of the model. Pipelines run one sample at a time;
@@ -98,3 +109,37 @@ def chosen(found: Sequence[Entry], peers: str) -> list[Entry]:
     """Those of the modules named, comma-separated, and always merakc; all where none is named."""
     names = {"merakc_plan", *filter(None, peers.split(","))}
     return [entry for entry in found if not peers or entry.peer in names]
+
+
+def make_environments(
+    needed: set[str], cache: Path
+) -> tuple[dict[str, Environment], dict[str, str]]:
+    """By adapter those that need one, and by package why one is missing."""
+    makers = {ACCELERATE: accelerate_environment, DEEPSPEED: deepspeed_environment}
+    found, missing = {}, {}
+    for name, make in makers.items():
+        if name not in needed:
+            continue
+        try:
+            made = make(cache.expanduser())
+        except MissingPeerError as error:
+            missing[name] = str(error)
+            continue
+        if made is not None:
+            found |= {peer: made for peer, need in NEEDS.items() if need == name}
+    return found, missing
+
+
+def about(
+    module: str, training: Training, tokens: str, environments: Mapping[str, Environment],
+    wall_s: float,
+) -> str:  # fmt: skip
+    """The command, the date, the machine, the versions, the sizes; `tokens` are those of a step."""
+    size = sum(p.numel() for p in training.model().parameters())
+    versions = {f" {NEEDS[peer]} {found.version}." for peer, found in environments.items()}
+    return (
+        f"{told_run(module, sys.argv[1:])}{''.join(sorted(versions))} {wall_s:.0f} s in all.\n\n"
+        f"A Llama of {size / 1e6:.1f} million parameters ({training.layers} layers, hidden "
+        f"{training.hidden}, vocabulary {training.vocabulary}) in float32 with AdamW, "
+        f"{tokens}, gloo."
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.harness import markdown
+from benchmarks.harness import markdown, rich_table
 from benchmarks.peers.plans import MERAKC, TORCHS
 from benchmarks.peers.rounds import CHECKED_STEPS, Row, ratios
 from benchmarks.peers.training import Training
@@ -96,14 +96,10 @@ def cells(row: Row, lines: int, result: Result) -> list[str]:
 
 def table_of(result: Result) -> Table:
     """One layout on one network."""
-    table = Table(title=result.title)
-    for name in HEAD:
-        table.add_column(name, justify="left" if name == HEAD[0] else "right")
-    for row, lines in zip(result.rows, result.lines, strict=True):
-        table.add_row(*cells(row, lines, result))
+    body = (cells(*pair, result) for pair in zip(result.rows, result.lines, strict=True))
     others = max((row.others for row in result.rows), default=0.0)
-    table.caption = f"above 1 merakc is faster; others took up to {others:.0%} of the CPU"
-    return table
+    caption = f"above 1 merakc is faster; others took up to {others:.0%} of the CPU"
+    return rich_table([HEAD, *body], title=result.title, caption=caption)
 
 
 def verdict(result: Result) -> str:

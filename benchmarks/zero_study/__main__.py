@@ -11,7 +11,6 @@ state is more than 2 % off the formula.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import DocPath, JsonPath, write_json
+from benchmarks.harness import DocPath, JsonPath, finish
 from benchmarks.reports import told_run
 from benchmarks.zero_study.layers import graph_layers
 from benchmarks.zero_study.measured import ROUNDS, SMALL, Row, measure, measured_table, misses
@@ -237,16 +236,11 @@ def main(
         complaints += [text for rows in groups for text in misses(rows)]
     for text in complaints:
         console.print(text)
-    if json_path:
-        body = {
-            "predicted": [dataclasses.asdict(r) for r in results],
-            "measured": [dataclasses.asdict(row) for rows in groups for row in rows],
-        }
-        write_json(json_path, body)
-    console.print("missed" if complaints else "passed")
-    if doc:
-        doc.write_text(document(console.export_text()))
-    raise typer.Exit(1 if complaints else 0)
+    figures = {"predicted": results, "measured": [row for rows in groups for row in rows]}
+    finish(
+        console, not complaints, "", json_path=json_path, figures=figures, doc=doc,
+        page=lambda: document(console.export_text()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

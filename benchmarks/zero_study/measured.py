@@ -23,13 +23,14 @@ from benchmarks.layouts import Task
 from benchmarks.memory import peak_live_bytes
 from benchmarks.models import Batch, ModelCase, unshifted, words
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import optimizer_for, split_batch
+from benchmarks.reference import split_batch
 from benchmarks.resident_state import Held, resident_state
 from benchmarks.zero_study.layers import graph_layers
 from benchmarks.zero_study.models import Size, mt5
 from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import DpGroup, Layer, Precision, state_bytes, state_cost
+from merakc.equality.compare import optimizer_for
 from merakc.frontend.record import record
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import parse_shards

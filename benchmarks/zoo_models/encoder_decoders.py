@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.models import (
     EVEN_VOCABULARY,
     FRAMES,
@@ -30,7 +32,7 @@ ENCODER_DECODERS = (
             max_source_positions=FRAMES, max_target_positions=SEQUENCE, conv_channels=WIDE,
             input_feat_per_channel=MELS, **SEQ2SEQ_SIZES,
         ),
-        spectra_and_text(EVEN_VOCABULARY),
+        partial(spectra_and_text, EVEN_VOCABULARY),
         unshifted,
     ),
 )  # fmt: skip

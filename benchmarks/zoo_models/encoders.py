@@ -35,7 +35,7 @@ ENCODERS = (
             max_position_embeddings=SEQUENCE, n_layers=LAYERS, n_heads=HEADS, dim=HIDDEN,
             hidden_dim=WIDE, pad_token_id=0,
         ),
-        masked_batch(ODD_VOCABULARY),
+        masked_batch,
         unshifted,
     ),
 )  # fmt: skip

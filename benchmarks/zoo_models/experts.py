@@ -47,7 +47,7 @@ EXPERTS = (
         "switch_transformers",
         transformers_model("SwitchTransformersForConditionalGeneration", ("dropout_rate",),
                            output_router_logits=True, **_SWITCH),
-        text_to_text_batch(EVEN_VOCABULARY),
+        partial(text_to_text_batch, EVEN_VOCABULARY),
         unshifted,
         casts_float32=True,
     ),

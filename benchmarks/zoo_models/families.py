@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
@@ -25,7 +26,7 @@ def _case(
         features = nn.Sequential(stem, *blocks, last)
         return plain.Classifier(features, outputs, CLASSES, dropout)
 
-    return ModelCase(name, build, images(_IMAGE), unshifted, running_statistics=norms)
+    return ModelCase(name, build, partial(images, _IMAGE), unshifted, running_statistics=norms)
 
 
 NEW_FAMILIES = (

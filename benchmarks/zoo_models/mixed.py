@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ TEXT: dict[str, Any] = {
     **TOWER, "vocab_size": EVEN_VOCABULARY, "max_position_embeddings": SEQUENCE, **IDS
 }  # fmt: skip
 VISION: dict[str, Any] = {**TOWER, "image_size": IMAGE, "patch_size": 8}
-PAIRS = images_and_text(EVEN_VOCABULARY, IMAGE, labels=False)
+PAIRS = partial(images_and_text, EVEN_VOCABULARY, IMAGE, labels=False)
+CAPTIONED = partial(images_and_text, EVEN_VOCABULARY, IMAGE, labels=True)
 LLAMA: dict[str, Any] = {**TEXT, **GROUPED, "use_cache": False}
 
 
@@ -103,14 +105,14 @@ def sound_model(class_name: str, **sizes: Any) -> Callable[[float], nn.Module]:
 def hearing(name: str, class_name: str, **sizes: Any) -> ModelCase:
     """A model that tells the class of a wave."""
     build = sound_model(f"{class_name}ForSequenceClassification", num_labels=CLASSES, **sizes)
-    return ModelCase(name, build, sounds(WAVE), unshifted)
+    return ModelCase(name, build, partial(sounds, WAVE), unshifted)
 
 
 MIXED = (
     ModelCase("clip", _two_towers("CLIP"), PAIRS, samples),
     ModelCase("siglip", _two_towers("Siglip", projection_size=HIDDEN), PAIRS, samples),
-    ModelCase("blip", _blip, images_and_text(EVEN_VOCABULARY, IMAGE, labels=True), shifted),
-    ModelCase("llava", _llava, images_in_text(EVEN_VOCABULARY, IMAGE), shifted),
+    ModelCase("blip", _blip, CAPTIONED, shifted),
+    ModelCase("llava", _llava, images_in_text, shifted),
     hearing("wav2vec2", "Wav2Vec2"),
     hearing("hubert", "Hubert"),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from benchmarks.models import (
     SEQUENCE,
     WIDE,
     Batch,
-    MakeBatch,
     ModelCase,
     shifted,
     transformers_model,
@@ -127,7 +127,7 @@ def _vlm(name: str, **sizes: Any) -> Callable[[float], nn.Module]:
 
 def _two_images_in_text(batch_size: int, generator: torch.Generator) -> Batch:
     """Two images for each text, all images behind one another."""
-    batch = images_in_text(EVEN_VOCABULARY, IMAGE)(batch_size, generator)
+    batch = images_in_text(batch_size, generator)
     batch["input_ids"][:, PATCHES : 2 * PATCHES] = IMAGE_WORD
     batch["attention_mask"][:, : 2 * PATCHES + 2] = 1
     batch["labels"][:, : 2 * PATCHES] = -100
@@ -136,19 +136,14 @@ def _two_images_in_text(batch_size: int, generator: torch.Generator) -> Batch:
     return {**batch, "pixel_values": torch.randn(shape, generator=generator)}
 
 
-def _patched_images(patch: int) -> MakeBatch:
-    """Images as rows of patches, and how many patches each has."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        batch = images_in_text(EVEN_VOCABULARY, IMAGE)(batch_size, generator)
-        rows = 4 * PATCHES  # four patches make one word
-        pixels = torch.randn(batch_size * rows, 3 * 2 * patch * patch, generator=generator)
-        grid = torch.tensor([[1, 4, 4]]).repeat(batch_size, 1)
-        types = (batch["input_ids"] == IMAGE_WORD).long()
-        return {**batch, "pixel_values": pixels, "image_grid_thw": grid,
-                "mm_token_type_ids": types}  # fmt: skip
-
-    return make
+def _patched_images(batch_size: int, generator: torch.Generator) -> Batch:
+    """Images as rows of patches of 4 by 4, and how many patches each has."""
+    batch = images_in_text(batch_size, generator)
+    rows = 4 * PATCHES  # four patches make one word
+    pixels = torch.randn(batch_size * rows, 3 * 2 * 4 * 4, generator=generator)
+    grid = torch.tensor([[1, 4, 4]]).repeat(batch_size, 1)
+    types = (batch["input_ids"] == IMAGE_WORD).long()
+    return {**batch, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
 _QWEN_TEXT: dict[str, Any] = {
@@ -233,7 +228,7 @@ NEW_MIXED = (
         _vlm("PaliGemma",
              text_config={**LLAMA, "model_type": "gemma", "head_dim": HIDDEN // HEADS},
              vision_config=_SIGLIP_VISION, image_token_index=IMAGE_WORD, projection_dim=HIDDEN),
-        images_in_text(EVEN_VOCABULARY, IMAGE),
+        images_in_text,
         shifted,
         casts_float32=True,
     ),
@@ -242,7 +237,7 @@ NEW_MIXED = (
         _vlm("InternVL", text_config={**LLAMA, "model_type": "qwen2"},
              vision_config={**TOWER, "image_size": [IMAGE, IMAGE], "patch_size": [4, 4]},
              image_token_id=IMAGE_WORD, image_seq_length=4),
-        images_in_text(EVEN_VOCABULARY, IMAGE),
+        images_in_text,
         shifted,
     ),
     ModelCase(
@@ -250,7 +245,7 @@ NEW_MIXED = (
         _vlm("Qwen2VL", text_config=_QWEN_TEXT, **_QWEN_IDS,
              vision_config={"depth": 2, "embed_dim": HIDDEN, "hidden_size": HIDDEN,
                             "num_heads": HEADS, "mlp_ratio": 2, "patch_size": 4}),
-        _patched_images(4),
+        _patched_images,
         shifted,
     ),
     ModelCase(
@@ -259,7 +254,7 @@ NEW_MIXED = (
              vision_config={"depth": 2, "hidden_size": HIDDEN, "out_hidden_size": HIDDEN,
                             "num_heads": HEADS, "intermediate_size": WIDE, "patch_size": 4,
                             "window_size": 16, "fullatt_block_indexes": [1]}),
-        _patched_images(4),
+        _patched_images,
         shifted,
     ),
     ModelCase(
@@ -269,7 +264,7 @@ NEW_MIXED = (
             **{**TEXT, "num_hidden_layers": LAYERS, "max_position_embeddings": 2 * SEQUENCE},
             vision_config=VISION,
         ),
-        images_and_text(EVEN_VOCABULARY, IMAGE, labels=True),
+        partial(images_and_text, EVEN_VOCABULARY, IMAGE, labels=True),
         shifted,
     ),
     _letters("wav2vec2_ctc", "Wav2Vec2"),

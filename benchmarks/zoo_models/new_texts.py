@@ -46,7 +46,7 @@ NEW_TEXTS = (
             vocab_size=ODD_VOCABULARY, emb_dim=HIDDEN, n_layers=LAYERS, n_heads=HEADS,
             max_position_embeddings=SEQUENCE, pad_index=0, bos_index=1, eos_index=2,
         ),
-        masked_batch(ODD_VOCABULARY),
+        masked_batch,
         unshifted,
     ),
     ModelCase(
@@ -55,7 +55,7 @@ NEW_TEXTS = (
             "XLNetLMHeadModel", ("dropout",), vocab_size=ODD_VOCABULARY,
             d_model=HIDDEN, n_layer=LAYERS, n_head=HEADS, d_inner=WIDE, pad_token_id=0,
         ),
-        causal_batch(ODD_VOCABULARY),
+        partial(causal_batch, ODD_VOCABULARY),
         unshifted,
     ),
     like_bart("led", "LED", attention_window=4, max_encoder_position_embeddings=SEQUENCE,

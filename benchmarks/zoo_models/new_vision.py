@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import transformers
 from torch import nn
@@ -15,7 +17,6 @@ from benchmarks.models import (
     VIT,
     WIDE,
     Batch,
-    MakeBatch,
     ModelCase,
     classifier,
     transformers_model,
@@ -24,6 +25,7 @@ from benchmarks.models import (
 from benchmarks.plain_models import Around
 from benchmarks.zoo_models.batches import samples
 from benchmarks.zoo_models.vision import BIG_IMAGE
+from merakc.frontend.opaque import default_dtype
 
 _VIDEO_FRAMES = 4
 
@@ -53,25 +55,18 @@ class Boxes(Around):
     ) -> dict[str, torch.Tensor]:
         """The loss of the boxes, matched to the queries of each image."""
         labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(pixel_values.dtype)  # in which the loss makes its tables
-        try:
+        with default_dtype(pixel_values.dtype):  # in which the loss makes its tables
             return {"loss": self.inner(pixel_values=pixel_values, labels=labels).loss}
-        finally:
-            torch.set_default_dtype(before)
 
 
-def _boxes(image: int) -> MakeBatch:
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        centres = 0.3 + 0.4 * torch.rand(batch_size, 2, 2, generator=generator)
-        sizes = 0.1 + 0.2 * torch.rand(batch_size, 2, 2, generator=generator)
-        return {
-            "pixel_values": torch.randn(batch_size, 3, image, image, generator=generator),
-            "classes": torch.randint(0, CLASSES, (batch_size, 2), generator=generator),
-            "boxes": torch.cat([centres, sizes], -1),
-        }
-
-    return make
+def _boxes(image: int, batch_size: int, generator: torch.Generator) -> Batch:
+    centres = 0.3 + 0.4 * torch.rand(batch_size, 2, 2, generator=generator)
+    sizes = 0.1 + 0.2 * torch.rand(batch_size, 2, 2, generator=generator)
+    return {
+        "pixel_values": torch.randn(batch_size, 3, image, image, generator=generator),
+        "classes": torch.randint(0, CLASSES, (batch_size, 2), generator=generator),
+        "boxes": torch.cat([centres, sizes], -1),
+    }
 
 
 def _detr(dropout: float) -> nn.Module:
@@ -159,6 +154,6 @@ NEW_VISION = (
         _videos,
         unshifted,
     ),
-    ModelCase("detr", _detr, _boxes(BIG_IMAGE), samples),
-    ModelCase("yolos", _yolos, _boxes(IMAGE), samples),
+    ModelCase("detr", _detr, partial(_boxes, BIG_IMAGE), samples),
+    ModelCase("yolos", _yolos, partial(_boxes, IMAGE), samples),
 )  # fmt: skip

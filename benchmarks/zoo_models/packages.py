@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -105,7 +106,7 @@ PACKAGES = (
         _x_transformers(
             "Decoder", rotary_pos_emb=True, attn_kv_heads=2, ff_glu=True, use_rmsnorm=True
         ),
-        plain_text(ODD_VOCABULARY),
+        partial(plain_text, ODD_VOCABULARY),
         samples,
     ),
     ModelCase(
@@ -116,7 +117,7 @@ PACKAGES = (
             num_layers=LAYERS, norm_num_groups=4, sample_size=IMAGE, patch_size=4,
             num_embeds_ada_norm=CLASSES,
         ),
-        noisy_images(CHANNELS, IMAGE),
+        partial(noisy_images, CHANNELS),
         samples,
     ),
     ModelCase(
@@ -126,7 +127,7 @@ PACKAGES = (
             down_block_types=("DownBlock2D", "AttnDownBlock2D"),
             up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         ),
-        noisy_images(CHANNELS, IMAGE),
+        partial(noisy_images, CHANNELS),
         samples,
     ),
     ModelCase(
@@ -136,7 +137,7 @@ PACKAGES = (
             cross_attention_dim=HIDDEN, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         ),
-        noisy_images(CHANNELS, IMAGE),
+        partial(noisy_images, CHANNELS),
         samples,
     ),
 )  # fmt: skip

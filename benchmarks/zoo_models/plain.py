@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.models import (
     CLASSES,
     EVEN_VOCABULARY,
@@ -38,21 +40,22 @@ from benchmarks.zoo_models.plain_vision import Autoencoder, DiT, MLPMixer, UNet
 _WIDTH = 8
 _GRAPH_NODES = 10
 _FIELDS, _VALUES, _NUMBERS = 5, 20, 6
-_ODD = plain_text(ODD_VOCABULARY)
-_CLICKS = clicks(_FIELDS, _VALUES, _NUMBERS)
+_ODD = partial(plain_text, ODD_VOCABULARY)
+_IMAGES = partial(images, IMAGE)
+_CLICKS = partial(clicks, _FIELDS, _VALUES, _NUMBERS)
 
 PLAIN = (
     ModelCase(
         "nn_transformer",
         lambda p: Translator(EVEN_VOCABULARY, SEQUENCE, HIDDEN, HEADS, 2, p),
-        text_to_text_batch(EVEN_VOCABULARY),
+        partial(text_to_text_batch, EVEN_VOCABULARY),
         unshifted,
     ),
     ModelCase("lstm", lambda p: LSTMLanguageModel(ODD_VOCABULARY, HIDDEN, p), _ODD, samples),
     ModelCase(
         "wavenet",
         lambda p: CausalConvolutions(EVEN_VOCABULARY, HIDDEN, LAYERS, p),
-        plain_text(EVEN_VOCABULARY),
+        partial(plain_text, EVEN_VOCABULARY),
         samples,
     ),
     ModelCase(
@@ -61,13 +64,13 @@ PLAIN = (
         _ODD,
         samples,
     ),
-    ModelCase("mlp_mixer", lambda p: MLPMixer(IMAGE, 4, HIDDEN, LAYERS, CLASSES, p), images(IMAGE),
+    ModelCase("mlp_mixer", lambda p: MLPMixer(IMAGE, 4, HIDDEN, LAYERS, CLASSES, p), _IMAGES,
               unshifted),
-    ModelCase("autoencoder", lambda _: Autoencoder(IMAGE, _WIDTH, HIDDEN), images(IMAGE), samples),
+    ModelCase("autoencoder", lambda _: Autoencoder(IMAGE, _WIDTH, HIDDEN), _IMAGES, samples),
     ModelCase(
         "unet",
         lambda _: UNet(_WIDTH, CLASSES),
-        segments(IMAGE, IGNORED),
+        partial(segments, IMAGE, IGNORED),
         labelled_pixels(IGNORED),
         running_statistics=True,
     ),
@@ -76,13 +79,13 @@ PLAIN = (
         lambda p: DiT(
             IMAGE, 4, 4, hidden=HIDDEN, heads=HEADS, layers=LAYERS, classes=CLASSES, dropout=p
         ),
-        noisy_images(4, IMAGE),
+        partial(noisy_images, 4),
         samples,
     ),
     ModelCase(
         "graph_network",
         lambda _: GraphNetwork(_NUMBERS, HIDDEN, LAYERS, CLASSES),
-        graphs(_GRAPH_NODES, _NUMBERS),
+        partial(graphs, _GRAPH_NODES, _NUMBERS),
         unshifted,
     ),
     ModelCase("recommender", lambda p: Recommender(_FIELDS, _VALUES, _NUMBERS, HIDDEN, p), _CLICKS,

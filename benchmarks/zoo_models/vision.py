@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks.models import BERT_DROPOUTS, CLASSES, VIT, ModelCase, classifier, transformers_model
@@ -35,7 +36,7 @@ VISION = (
             patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2],
             decoder_hidden_size=16, semantic_loss_ignore_index=_IGNORED_PIXEL,
         ),
-        segments(BIG_IMAGE, _IGNORED_PIXEL),
+        partial(segments, BIG_IMAGE, _IGNORED_PIXEL),
         labelled_pixels(_IGNORED_PIXEL),
         running_statistics=True,
     ),

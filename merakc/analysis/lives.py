@@ -49,15 +49,13 @@ def most_alive(lives: Collection[Life]) -> int:
     return max(accumulate(changes[moment] for moment in sorted(changes)), default=0)
 
 
-def step_lives(
-    program: Program, chunks: Mapping[int, StageGraphs], late: Collection[str] = ()
-) -> tuple[Life, ...]:
+def step_lives(program: Program, chunks: Mapping[int, StageGraphs]) -> tuple[Life, ...]:
     """The memory of a step of one rank, whose stages are `chunks`, in the order in which it is
-    made. `late` are the buffers that are written behind all micro-batches.
+    made.
 
     A message is taken to have left when it is sent: whoever writes there waits until it has.
     """
-    return tuple(_Walk(program, chunks, late).run())
+    return tuple(_Walk(program, chunks).run())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,6 @@ class _Walk:
 
     program: Program
     chunks: Mapping[int, StageGraphs]
-    late: Collection[str]
     now: int = 0
     found: list[Life] = field(default_factory=list)
     pieces: dict[int, _Piece] = field(default_factory=dict)  # by the identity of graphs
@@ -126,7 +123,6 @@ class _Walk:
     handed: dict[object, Life | None] = field(default_factory=dict)
     posted: dict[int, Life] = field(default_factory=dict)
     waist: list[Life] = field(default_factory=list)
-    kept: list[Life] = field(default_factory=list)  # until the step ends
 
     def run(self) -> list[Life]:
         actions = self.program.actions
@@ -147,8 +143,6 @@ class _Walk:
                 self._couple(action.stage)
             elif action.kind.is_compute:
                 self._compute(action)
-        for life in self.kept:
-            life.until(self.now)
         return [life for life in self.found if life.size_bytes]
 
     def _new(self, name: str, size_bytes: int) -> Life:
@@ -274,5 +268,3 @@ class _Walk:
                 self.outgoing[(*work, out.name, is_grad)] = life
             elif life is not None and out.kind is OutputKind.WAIST:
                 self.waist.append(life)
-            elif life is not None and out.kind is OutputKind.BUFFER and out.name in self.late:
-                self.kept.append(life)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from merakc.cli.console import (
     StateShards,
     Tokens,
     TrustCode,
+    answer,
     check_outputs,
     check_picture,
     check_used,
@@ -39,7 +39,6 @@ from merakc.files.printable import count_of
 from merakc.planner.offers import DEGREES, Case, Offer, distinctions, keeps, neighbours, write_csv
 from merakc.report.charts.offers_plot import plot_offers
 from merakc.report.tables import Fitted
-from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
 from merakc.report.yields import Goal, parse_count, shown_yields, yields
 
@@ -111,10 +110,7 @@ def budget(
             write_csv(rows, table)
         if picture is not None:
             plot_offers(picture, *_bars(made, goals), title=source)
-    if as_json:
-        Terminal().print_json(json.dumps(rows))
-    else:
-        Terminal().print(offers_table(made, goals, mfu))
+    answer(rows, offers_table(made, goals, mfu), as_json=as_json)
     tell_of_others(progress, found, len(cases) if offers.stopped else None)
     if not any(offer.made[1].fits for offer in made):
         raise typer.Exit(NO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -11,10 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
@@ -62,6 +63,14 @@ Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", mi
 def progress_console() -> Terminal:
     """Where progress and errors go: standard error, and nothing in a name is taken for markup."""
     return Terminal(stderr=True, highlight=False)
+
+
+def answer(figures: Any, shown: RenderableType, *, as_json: bool) -> None:
+    """Prints what a command has found: figures as JSON, or a table of them."""
+    if as_json:
+        Terminal().print_json(json.dumps(figures))
+    else:
+        Terminal().print(shown)
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from merakc.cli.clusters import machines, machines_of, product_dtype
+from merakc.cli.console import answer
 from merakc.costs.device import place_on
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
@@ -17,7 +17,6 @@ from merakc.passes.running import Pass, watched
 from merakc.planner.sources.source import Source, load_source
 from merakc.planner.what_if import applied, record_source
 from merakc.report.passes import PassEffect, effects_table, pass_effect
-from merakc.report.terminal import Terminal
 
 
 def effects_on(
@@ -65,7 +64,4 @@ def pass_effects(
 
 def print_effects(effects: Sequence[PassEffect], *, as_json: bool) -> None:
     """A table of what the passes did, or each run of each as JSON."""
-    if as_json:
-        Terminal().print_json(json.dumps([asdict(effect) for effect in effects]))
-    else:
-        Terminal().print(effects_table(effects))
+    answer([asdict(effect) for effect in effects], effects_table(effects), as_json=as_json)

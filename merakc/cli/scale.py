@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from merakc.cli.console import (
     StateShards,
     Tokens,
     TrustCode,
+    answer,
     check_outputs,
     check_picture,
     ending_after,
@@ -40,7 +40,6 @@ from merakc.planner.request import Request
 from merakc.planner.sources.source import load_source
 from merakc.report.charts.scaling_plot import plot_scaling
 from merakc.report.tables import Fitted
-from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
 from merakc.report.yields import Goal, shown_yields, yields
 
@@ -99,10 +98,7 @@ def scale(
             write_csv([point.row(goal) for point in points], table)
         if picture is not None:
             _draw(picture, made, f"{source} on {cluster}")
-    if as_json:
-        Terminal().print_json(json.dumps([point.row(goal) for point in points]))
-    else:
-        Terminal().print(points_table(made, goal))
+    answer([point.row(goal) for point in points], points_table(made, goal), as_json=as_json)
     tell_of_others(progress, points, len(cases) if offers.stopped else None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,7 @@ from merakc.cli.console import (
     SharingSequences,
     Tokens,
     TrustCode,
+    answer,
     check_outputs,
     goal_of,
     progress_console,
@@ -31,7 +31,6 @@ from merakc.machines.cluster import Cluster
 from merakc.planner.request import Request
 from merakc.planner.sources.source import load_source
 from merakc.planner.what_if import changed, changed_strategy, simulated
-from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds
 from merakc.report.yields import Goal, format_yield, yields
 
@@ -84,10 +83,8 @@ def simulate(
         if output is not None:
             after.save(output)
     sides = _figures(before, old, goal), _figures(after, new, goal)
-    if as_json:
-        Terminal().print_json(json.dumps(dict(zip(("before", "after"), sides, strict=True))))
-    else:
-        Terminal().print(sides_table(*sides))
+    figures = dict(zip(("before", "after"), sides, strict=True))
+    answer(figures, sides_table(*sides), as_json=as_json)
     need, have = _tightest(after, new)
     if need > have:
         raise typer.Exit(NO)

@@ -59,17 +59,6 @@ def split_state(model: nn.Module, state: Tensors) -> tuple[Tensors, Tensors]:
     )
 
 
-def first_inequality(first: Reference, second: Reference) -> str:
-    """The name of the first loss or tensor that is not bit-equal; empty where all are."""
-    if first.losses != second.losses:
-        return f"losses {first.losses} and {second.losses}"
-    for name, (one, other) in _pairs(first, second).items():
-        for key in one.keys() | other.keys():
-            if key not in one or key not in other or not torch.equal(one[key], other[key]):
-                return f"{name} of {key}"
-    return ""
-
-
 def worst_differences(
     ours: Reference, losses: Iterable[Sequence[float]], reference: Reference, bound: float
 ) -> dict[str, Difference]:
@@ -87,7 +76,7 @@ def worst_differences(
     ]
     zero = bound * ZERO_SHARE
     reach = LEARNING_RATE * len(reference.losses)
-    for name, (got, wanted) in _pairs(ours, reference).items():
+    for name, (got, wanted) in pairs(ours, reference).items():
         sizes = (_size(t) for t in wanted.values() if t.is_floating_point())
         largest = max(sizes, default=0.0)
         for key in wanted.keys() | got.keys():
@@ -99,14 +88,6 @@ def worst_differences(
             error = Difference(_error(key, got, wanted, scale), f"{name} of {key}")
             found[name.split()[0]].append(error)
     return {kind: max(own, key=lambda d: d.error) for kind, own in found.items() if own}
-
-
-def worst_difference(
-    ours: Reference, losses: Iterable[Sequence[float]], reference: Reference, bound: float
-) -> Difference:
-    """The largest of all `worst_differences`."""
-    found = worst_differences(ours, losses, reference, bound)
-    return max(found.values(), key=lambda difference: difference.error)
 
 
 def _error(key: str, got: Tensors, wanted: Tensors, scale: float) -> float:
@@ -130,7 +111,7 @@ def _size(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _pairs(one: Reference, other: Reference) -> Mapping[str, tuple[Tensors, Tensors]]:
+def pairs(one: Reference, other: Reference) -> Mapping[str, tuple[Tensors, Tensors]]:
     """Everything but the losses, by a name to report it by."""
     steps = enumerate(zip(one.gradients, other.gradients, strict=True))
     return {

@@ -201,10 +201,6 @@ class Aliases:
         """A value of which no number waits to be conjugated."""
         return self.emit("aten.clone.default", (of.ref,), of.spec)
 
-    def review(self, tensor: torch.Tensor, ref: Ref, op: str, args: tuple[Any, ...]) -> None:
-        """A tensor that was changed in place into a view, `ref`, of what it showed before."""
-        self.add_view(tensor, ref, self.known[id(tensor)], op, args)
-
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The spec of a tensor of the recording; a size that follows from values is a `Number`."""

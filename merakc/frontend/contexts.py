@@ -216,23 +216,24 @@ def exporting() -> Iterator[None]:
     no tensor's values are read. Not all compute what the others do, and some only nearly. Nothing
     says that the branches of the user's own code do.
     """
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = _ForLibraries()  # type: ignore[assignment]
-    try:
+    with _flagged(_ForLibraries()):
         yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Undoes `exporting` inside it: libraries do what they do when the model runs."""
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
-    try:
+    with _flagged(False):
         yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def _flagged(flag: object) -> Iterator[None]:
+    with (
+        replaced(torch.compiler, "_is_compiling_flag", flag),
+        replaced(torch.compiler, "_is_exporting_flag", flag),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -72,20 +72,12 @@ class Left:
         return True
 
 
-def left_by(changes: Sequence[Change]) -> tuple[Left, ...]:
+def left_by(changes: Sequence[Change]) -> Iterator[Left]:
     """What a forward leaves that has made these changes, while they are there."""
-    return tuple(_left(changes))
-
-
-def _left(changes: Sequence[Change]) -> Iterator[Left]:
     for change in changes:
         if change.part or str(change.key) in ("training", "_non_persistent_buffers_set"):
             continue
         after = change.after
-        if after is not MISSING and _has_tensors(after):
+        if after is not MISSING and (is_symbolic(after) or any(True for _ in tensors_in(after))):
             after = NotLeft(change.name)
         yield Left(change.holder, change.key, change.before, after)
-
-
-def _has_tensors(value: Any) -> bool:
-    return is_symbolic(value) or any(True for _ in tensors_in(value))

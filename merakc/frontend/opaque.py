@@ -195,7 +195,7 @@ class ModuleCall:
         state |= {f"module.{n}": buffers[names[0]] for names in self.buffers for n in names}
         enabled, dtype = self.autocast
         device = next((x.device.type for x in inputs), "cpu")
-        with torch.autocast(device, dtype, enabled), _default_dtype(self.default_dtype):
+        with torch.autocast(device, dtype, enabled), default_dtype(self.default_dtype):
             out, after = torch.func.functional_call(
                 _Holder(self.module, self.forward), state, (args, kwargs)
             )
@@ -319,7 +319,7 @@ def _held(module: nn.Module) -> set[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """The dtype that tensors are made in where none is said, as it was in the forward."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -243,7 +243,7 @@ def _record(
         graph = first.graph().pruned()
         _check_memory(graph, real, state)
         changes = check_remembered(state)
-        left = left_by(changes)
+        left = tuple(left_by(changes))
         if changes or (how.repeated and not how.compared.explain(graph)):
             leftovers = Leftovers(changes, first)
             torch.clear_autocast_cache()

@@ -376,7 +376,8 @@ class Recorder(WholeModules, Visiting, AsideRecorder, FunctionRecorder, HistoryR
         if packet in REVIEWS:
             self.aliases.ref(self._alias(target))
             ref = self._emit(str(pure), self._args(tuple(args)), {}, (target,))
-            self.aliases.review(target, ref, str(pure), self._args(tuple(args[1:])))
+            before = self.aliases.known[id(target)]  # of what it now shows a view
+            self.aliases.add_view(target, ref, before, str(pure), self._args(tuple(args[1:])))
             return
         if packet == "copy_":
             ref = self._copied(args[1], target)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 
 from merakc.api import auto_parallel
+from merakc.frontend.opaque import default_dtype
 from merakc.gpu_check.models import Batch, large_llama
 from merakc.runtime.streams import wait_for
 
@@ -57,13 +58,8 @@ def _made(device: torch.device) -> tuple[nn.Module, Batch, dict[str, Any]]:
     large = not small and torch.cuda.get_device_properties(device).total_memory > LARGE_BYTES
     layers, samples, length = (2, 1, 64) if small else (16, 2, 4096) if large else (8, 1, 2048)
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            model, words = large_llama(layers, small=small)
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.bfloat16), device:
+        model, words = large_llama(layers, small=small)
     ids = torch.randint(0, words, (samples, length), device=device)
     figures = {
         "layers": layers, "samples": samples, "length": length, "tokens": samples * length,

@@ -23,7 +23,7 @@ from merakc.costs.stage import with_state
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
-from merakc.ir.program import COMPUTES, ActionKind, CollectiveKind, Program
+from merakc.ir.program import COMPUTES, ActionKind, CollectiveKind
 from merakc.ir.state import StateShards, coarse_lattice, lattice
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs
@@ -114,7 +114,10 @@ class _Trial:
         experts = plan.of_experts
         self.experts = [experts.intersection(i.target for i in graph.inputs) for graph in local]
         self.steps = Steps(lowered)
-        self.counts = [_computes(program) for program in self.steps.whole]
+        self.counts = [
+            Counter((a.stage, a.kind) for a in program.actions if a.kind.is_compute)
+            for program in self.steps.whole
+        ]
         _, simulation = try_out(lowered, cluster, self.costs, steps=self.steps, over_dp=False)
         self.moving_bytes = [_moving_bytes(peak) for peak in simulation.peaks]
         effects = [cost.effects for cost in self.costs]
@@ -201,11 +204,6 @@ def _moving_bytes(peak: Peak) -> int:
     depends on what is sent over dp. Nothing is said of a peak behind the last micro-batch.
     """
     return 0 if peak.reduced_bytes else peak.activations_bytes + peak.transient_bytes
-
-
-def _computes(program: Program) -> _Counts:
-    """How many computes of each stage and kind a rank has."""
-    return Counter((a.stage, a.kind) for a in program.actions if a.kind.is_compute)
 
 
 def _held_bytes(local: Graph) -> int:

@@ -54,7 +54,6 @@ def make_report(
     lowered: Lowered,
     cluster: Cluster,
     *,
-    costs: tuple[StageCost, ...] | None = None,
     simulation: Simulation | None = None,
     alternatives: Alternatives | None = None,
     places: bool = False,
@@ -62,15 +61,11 @@ def make_report(
     """The report of a plan on a cluster, from one simulated step; with `places`, which takes some
     seconds, also how large an arena for all values of a step is.
 
-    `costs` are those of the stages that the plan's own prediction was made with, those of their
-    graphs as calls where None, and `simulation` is of dp rank 0 with these, made again where None.
+    `simulation` is of dp rank 0 with the costs of the stages' graphs as calls, made where None.
     """
     plan = lowered.plan
-    if costs is None:
-        costs = planned_costs(lowered, cluster)
-        simulation = simulation or predict(lowered, cluster, dp_rank=0)[1]
-    elif simulation is None:
-        _, simulation = predict(lowered, cluster, costs, dp_rank=0)
+    costs = planned_costs(lowered, cluster)
+    simulation = simulation or predict(lowered, cluster, dp_rank=0)[1]
     own = [plan.mesh.rank(0, rank, 0) for rank in range(plan.pp)]
     found = attribute(lowered, cluster, costs)
     moved = traffic(lowered, cluster, simulation, found)

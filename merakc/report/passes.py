@@ -10,7 +10,7 @@ from merakc.analysis.aliases import FREE
 from merakc.costs.device import Place
 from merakc.costs.nodes import graph_seconds
 from merakc.ir.graph import Graph
-from merakc.ir.program import Program, StageGraphs
+from merakc.ir.program import StageGraphs
 from merakc.passes.pipeline import PIPELINE
 from merakc.passes.running import Pass, graphs_of
 from merakc.report.tables import Fitted
@@ -66,7 +66,8 @@ def value_size(value: Any, place: Place) -> Size:
     """How large a value is that a pass takes or gives; of a stage, what a micro-batch runs."""
     graphs = _executed(value) if isinstance(value, StageGraphs) else graphs_of(value)
     if not graphs:
-        return sum(map(_program_size, value), Size())
+        sizes = (Size(len(p.actions), sum(a.size_bytes for a in p.actions)) for p in value)
+        return sum(sizes, Size())
     return sum((_graph_size(graph, place) for graph in graphs), Size())
 
 
@@ -81,10 +82,6 @@ def _executed(stage: StageGraphs) -> tuple[Graph, ...]:
 def _graph_size(graph: Graph, place: Place) -> Size:
     written = (o for n in graph.nodes if n.op not in FREE for o in n.outputs if o is not None)
     return Size(len(graph.nodes), sum(o.size_bytes for o in written), graph_seconds(graph, place))
-
-
-def _program_size(program: Program) -> Size:
-    return Size(len(program.actions), sum(a.size_bytes for a in program.actions))
 
 
 def effects_table(effects: Iterable[PassEffect]) -> Fitted:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -13,24 +11,8 @@ from merakc.ir.plan_file import PlanFile
 from merakc.ir.report import Report
 from merakc.report.charts.chart import memory_chart, schedule_chart
 from merakc.report.decisions import Section, plan_facts, plan_sections
-from merakc.report.findings import report_sections, verdict
+from merakc.report.findings import report_sections
 from merakc.report.tables import Fitted
-from merakc.report.terminal import Terminal
-
-
-def plan_text(file: PlanFile, width: int = 100) -> str:
-    """`plan_table`, and `report_table` where there is one, as plain text without colours.
-
-    Lines have at most `width` columns.
-    """
-    page = io.StringIO()
-    console = Terminal(file=page, width=width)
-    if file.report is not None:
-        console.print(Text(verdict(file.report.verdict)))
-    console.print(plan_table(file))
-    if file.report is not None:
-        console.print(report_table(file.report, width))
-    return "\n".join(line.rstrip() for line in page.getvalue().splitlines()) + "\n"
 
 
 def plan_table(file: PlanFile) -> Group:

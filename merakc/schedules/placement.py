@@ -1,12 +1,8 @@
-"""Which rank runs which stage, and the costs of stages that are cut further."""
+"""Which rank runs which stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Literal
-
-from merakc.ir.costs import StageCost
 
 Placement = Literal["plain", "interleaved", "v"]
 
@@ -26,23 +22,3 @@ def place(placement: Placement, ranks: int, virtual_stages: int = 1) -> tuple[in
     there = list(range(ranks))
     back = there[::-1] if placement == "v" else there
     return tuple(r for k in range(virtual_stages) for r in (back if k % 2 else there))
-
-
-def split_stages(costs: Sequence[StageCost], virtual_stages: int) -> tuple[StageCost, ...]:
-    """The costs of the same model in so many times as many stages, each stage cut evenly."""
-    assert virtual_stages >= 1, virtual_stages
-    if virtual_stages == 1:
-        return tuple(costs)
-    return tuple(_part(cost, virtual_stages) for cost in costs for _ in range(virtual_stages))
-
-
-def _part(cost: StageCost, virtual_stages: int) -> StageCost:
-    """One of so many equal parts; bytes are rounded up."""
-    return StageCost(
-        **{
-            name: -(-figure // virtual_stages)
-            if name.endswith("_bytes")
-            else figure / virtual_stages
-            for name, figure in asdict(cost).items()
-        }
-    )

@@ -34,16 +34,14 @@ Connecting = Literal["eager", "lazy"]
 Queue = tuple[object, ...]
 
 
-def verify_calls(
-    programs: Sequence[Program], wiring: Wiring, connecting: Connecting = "eager"
-) -> None:
+def verify_calls(programs: Sequence[Program], wiring: Wiring) -> None:
     """Checks that no ranks of a step wait for each other on GPUs, and that those of a communicator
     make the same calls in the same order.
 
     Ranks whose Programs are not given are taken to do as theirs do. Raises `ProgramError`, which
     names two ranks, their calls and the actions.
     """
-    run_calls({p.rank: step_calls(p, wiring) for p in programs}, connecting)
+    run_calls({p.rank: step_calls(p, wiring) for p in programs})
 
 
 def run_calls(

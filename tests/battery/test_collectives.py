@@ -13,7 +13,8 @@ import torch
 import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import optimizer_for, step_batch
+from benchmarks.reference import step_batch
+from merakc.equality.compare import optimizer_for
 from merakc.ir.program import CollectiveKind
 from merakc.lowering import state_shards
 from merakc.machines.cluster import NOMINAL_CPU

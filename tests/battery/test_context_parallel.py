@@ -18,8 +18,9 @@ from benchmarks.expert_loops import EXPERT_LOOPS
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
 from benchmarks.zoo_models import ZOO
+from merakc.equality.compare import Reference
 from merakc.ir.program import Mesh
 from merakc.ir.state import ShardsGiven
 from merakc.machines.cluster import NOMINAL_CPU

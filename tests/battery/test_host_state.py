@@ -12,7 +12,7 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.runtime.host import is_beside, pool_bytes
+from merakc.runtime.host import _pool, is_beside
 from merakc.runtime.part import plain
 from merakc.train.model import ParallelModel
 from tests.battery.small_models import Tensors, Words, parallel, part, warm_up, words
@@ -75,7 +75,7 @@ def trained(
     every = {n for n, p in model.named_parameters() if p.requires_grad}
     assert (beside == ()) if asked == "none" else (set(beside) == every) == (asked in WHOLE)
     assert set(model.plan.host_parameters) == (every if asked == "parameters" else set())
-    assert (pool_bytes() > 0) == bool(beside)
+    assert bool(_pool) == bool(beside)
     if folder is not None:
         merakc.save(folder, model, optimizer)
         model = parallel(lambda: Words(blocks=2), words(0), **{**layout, "offload": "none"})

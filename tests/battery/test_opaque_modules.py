@@ -16,7 +16,8 @@ import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import Batch, ModelCase
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
+from merakc.equality.compare import Reference
 from merakc.ir.batches import PER_MICRO_BATCH
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU

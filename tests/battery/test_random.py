@@ -14,7 +14,7 @@ from torch import nn
 import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import lifted_casts
+from merakc.equality.casts import lifted_casts
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Tensors, part, warm_up
 

@@ -12,8 +12,9 @@ import pytest
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
 from benchmarks.zoo_models import ZOO
+from merakc.equality.compare import Reference
 from merakc.ir.program import Mesh
 from merakc.kernels import collectives
 from merakc.machines.cluster import NOMINAL_CPU

@@ -17,7 +17,8 @@ import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
-from benchmarks.reference import Reference, train_reference
+from benchmarks.reference import train_reference
+from merakc.equality.compare import Reference
 from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import Mesh

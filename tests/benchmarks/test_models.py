@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
-from benchmarks.reference import lifted_casts, split_batch
-from merakc.equality.casts import _products
+from benchmarks.reference import split_batch
+from merakc.equality.casts import _products, lifted_casts
 
 CASES = pytest.mark.parametrize("name", MODELS)
 

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import state_sharding
+from benchmarks.peers import plans
 from benchmarks.peers.environments import MissingPeerError
 from benchmarks.peers.networks import Network
 from benchmarks.peers.rounds import Course, Entry, Row
@@ -69,7 +70,7 @@ def test_exit_status_and_files(
         raise MissingPeerError("no wheel")
 
     monkeypatch.setattr(Course, "measure", measure)
-    monkeypatch.setattr(state_sharding, "deepspeed_environment", missing)
+    monkeypatch.setattr(plans, "deepspeed_environment", missing)
     app = typer.Typer()
     app.command()(state_sharding.main)
     arguments = ["--networks", "loopback,never", "--json", str(tmp_path / "found.json")]

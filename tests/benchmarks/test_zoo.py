@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import benchmarks.zoo as zoo
 import merakc
-from benchmarks.layouts import Difference
 from benchmarks.models import ModelCase
 from benchmarks.zoo import BOUND, Cell, Row, main, measure_cell, page, passes, trace
 from benchmarks.zoo_models.batches import samples
+from merakc.equality.compare import Difference
 from merakc.errors import RecordError
 from tests.benchmarks.stand_in import stand_in
 

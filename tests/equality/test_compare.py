@@ -8,12 +8,8 @@ import math
 import pytest
 import torch
 
-from merakc.equality.compare import (
-    Reference,
-    first_inequality,
-    worst_difference,
-    worst_differences,
-)
+from benchmarks.layouts import first_inequality, worst_difference
+from merakc.equality.compare import Reference, worst_differences
 
 
 def _reference() -> Reference:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from merakc.equality.compare import Reference, worst_difference
+from benchmarks.layouts import worst_difference
+from merakc.equality.compare import Reference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.references import Yardstick, yardstick
 from merakc.equality.train import Case, train_on_rank

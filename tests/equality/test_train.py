@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from merakc.equality.compare import worst_difference
+from benchmarks.layouts import worst_difference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import ConfigError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.models import MODELS
-from benchmarks.reference import lifted_casts
+from merakc.equality.casts import lifted_casts
 from merakc.errors import RecordError
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import InputKind, OutputKind

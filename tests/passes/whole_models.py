@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import MODELS, Batch
-from benchmarks.reference import lifted_casts
 from merakc.batches.split import named_tensors
+from merakc.equality.casts import lifted_casts
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.layout import Layout

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from merakc.ir.plan import CoupledLoss, GraphId, OpaqueModule, Plan, StageRun
 from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.report import CutReport
 from merakc.ir.state import StateShards
 from merakc.report.findings import verdict
-from merakc.report.text import plan_text, report_table
+from merakc.report.terminal import Terminal
+from merakc.report.text import plan_table, report_table
 from merakc.report.units import format_bytes, format_seconds
 from tests.report.made import BUSY, coupled, plan_with_report, report
 
@@ -44,6 +47,21 @@ def tiny_plan() -> Plan:
         parameters=parameters,
         splits=splits,
     )
+
+
+def plan_text(file: PlanFile, width: int = 100) -> str:
+    """`plan_table`, and `report_table` where there is one, as plain text without colours.
+
+    Lines have at most `width` columns.
+    """
+    page = io.StringIO()
+    console = Terminal(file=page, width=width)
+    if file.report is not None:
+        console.print(Text(verdict(file.report.verdict)))
+    console.print(plan_table(file))
+    if file.report is not None:
+        console.print(report_table(file.report, width))
+    return "\n".join(line.rstrip() for line in page.getvalue().splitlines()) + "\n"
 
 
 PREDICTED = Prediction(0.0123, 0.2, (3 << 30, 1 << 29))

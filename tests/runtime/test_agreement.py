@@ -17,6 +17,7 @@ from merakc.runtime.agreement import (
     MAX_BYTES,
     batch_mark,
     common_mark,
+    hash_of,
     of_other_size,
     settings_mark,
 )
@@ -27,7 +28,7 @@ MESH = Mesh(2, 2, 2)
 
 def marks(batches: list[torch.Tensor], step: int = 0) -> float:
     """The sum over ranks, each given the batch of its place."""
-    return sum(batch_mark([x, 1.5], MESH, r, step) for r, x in enumerate(batches))
+    return sum(batch_mark(hash_of([x, 1.5], step), MESH, r) for r, x in enumerate(batches))
 
 
 def test_equal_batches_of_replicas_add_up_to_nothing() -> None:
@@ -39,36 +40,36 @@ def test_equal_batches_of_replicas_add_up_to_nothing() -> None:
     assert marks([own[(r * 3) % 8] for r in range(8)]) != 0.0  # the same batches, dealt otherwise
     swapped = [second if r in (1, 2) else first for r in range(4)]
     mesh = Mesh(2, 1, 2)
-    assert sum(batch_mark([x], mesh, r, 0) for r, x in enumerate(swapped)) != 0.0
+    assert sum(batch_mark(hash_of([x], 0), mesh, r) for r, x in enumerate(swapped)) != 0.0
 
 
 def test_numbers_that_are_no_tensors_count() -> None:
     x = torch.ones(2)
-    assert batch_mark([x, 1.5], MESH, 0, 0) != batch_mark([x, 2.5], MESH, 0, 0)
-    assert batch_mark([x.bfloat16()], MESH, 0, 0) == batch_mark([x.bfloat16()], MESH, 0, 1)
+    assert hash_of([x, 1.5], 0) != hash_of([x, 2.5], 0)
+    assert hash_of([x.bfloat16()], 0) == hash_of([x.bfloat16()], 1)
 
 
 def test_large_tensors_are_sampled_elsewhere_at_every_step() -> None:
     x = torch.zeros(MAX_BYTES)  # four times as many bytes
     y = x.clone()
     y[MAX_BYTES // 2] = 1.0
-    seen = [batch_mark([x], MESH, 0, k) != batch_mark([y], MESH, 0, k) for k in range(4)]
+    seen = [hash_of([x], k) != hash_of([y], k) for k in range(4)]
     assert sum(seen) == 1
 
 
 def test_settings_are_compared_where_parameters_are_the_same() -> None:
     for pipeline_rank in range(2):
         own = [r for r in range(8) if MESH.coordinates(r)[1] == pipeline_rank]
-        assert sum(settings_mark("a", MESH, r) for r in own) == 0.0
+        assert sum(settings_mark(ord("a"), MESH, r) for r in own) == 0.0
         for odd in own:
-            assert sum(settings_mark("ab"[r == odd], MESH, r) for r in own) != 0.0
+            assert sum(settings_mark(ord("ab"[r == odd]), MESH, r) for r in own) != 0.0
 
 
 def test_what_is_the_same_for_all_is_so_on_every_rank() -> None:
     x = torch.arange(6)
-    assert sum(common_mark([x], MESH, r, 0) for r in range(8)) == 0.0
+    assert sum(common_mark(hash_of([x], 0), MESH, r) for r in range(8)) == 0.0
     for odd in range(8):
-        assert sum(common_mark([x + (r == odd)], MESH, r, 0) for r in range(8)) != 0.0
+        assert sum(common_mark(hash_of([x + (r == odd)], 0), MESH, r) for r in range(8)) != 0.0
 
 
 @pytest.mark.parametrize(

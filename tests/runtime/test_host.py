@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from merakc.runtime.host import brought_down, brought_up, is_beside, pool_bytes
+from merakc.runtime.host import _pool, brought_down, brought_up, is_beside
 from merakc.runtime.live_bytes import LiveBytes
+
+
+def pool_bytes() -> int:
+    return sum(storage.nbytes() for storage in _pool.values())
 
 
 def test_what_is_brought_down_is_a_copy_that_is_counted_apart() -> None:

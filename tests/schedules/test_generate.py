@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedules import split_stages
 from merakc.errors import ConfigError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import ActionKind, Mesh, Transfer
 from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.check import check_schedule
 from merakc.schedules.generate import Generated, fits, generate, known_schedules
-from merakc.schedules.placement import place, split_stages
+from merakc.schedules.placement import place
 from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.timing import make_pipeline, time_schedule

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.schedules import split_stages
 from merakc.ir.costs import StageCost
-from merakc.schedules.placement import place, split_stages
+from merakc.schedules.placement import place
 
 
 def test_places() -> None:

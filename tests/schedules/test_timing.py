@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.schedules import late_recomputation
+from benchmarks.schedules import late_recomputation, split_stages
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import Mesh, Transfer
 from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.generate import generate
-from merakc.schedules.placement import split_stages
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.text import parse_schedule
 from merakc.schedules.timing import make_pipeline, time_schedule

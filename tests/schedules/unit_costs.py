@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from benchmarks.schedules import UNIT as UNIT_OF_MANY_BYTES
+from benchmarks.schedules import split_stages
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Action
 from merakc.ir.schedule import Schedule
-from merakc.schedules.placement import split_stages
 from merakc.schedules.timing import Timing, time_schedule
 
 KEPT = 1000  # bytes of one micro-batch of one rank
-UNIT = StageCost(
-    forward_s=1.0,
-    backward_s=2.0,
-    input_grad_s=1.0,
-    weight_grad_s=1.0,
-    recompute_s=1.0,
-    saved_bytes=KEPT,
-    checkpoint_bytes=KEPT // 20,
-    deferred_bytes=KEPT,
+UNIT = replace(
+    UNIT_OF_MANY_BYTES, saved_bytes=KEPT, checkpoint_bytes=KEPT // 20, deferred_bytes=KEPT
 )
 
 

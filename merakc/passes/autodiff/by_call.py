@@ -19,10 +19,10 @@ import torch
 import torch.fx as fx
 
 from merakc.frontend.calls.elementwise import Form
-from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec, map_refs, typed
+from merakc.ir.graph import Graph, Input, Node, Ref, map_refs, typed
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
-from merakc.passes.autodiff.tracer import Tracer
+from merakc.passes.autodiff.tracer import Tracer, inputs_of
 
 ADD = "aten.add.Tensor"
 _NOWHERE = Node("", "", (), (), ())
@@ -142,10 +142,7 @@ class ByCall:
     @property
     def inputs(self) -> tuple[Input, ...]:
         """The inputs that the constants are."""
-        return tuple(
-            Input(name, InputKind.CONSTANT, TensorSpec(tuple(x.shape), x.dtype))
-            for name, x in self.constants.items()
-        )
+        return inputs_of(self.constants)
 
     # ------------------------------------------------------------------ calls
 

@@ -29,6 +29,14 @@ from merakc.kernels.ops import makes_tensor
 PLACES = ("device", "layout", "pin_memory")
 
 
+def inputs_of(constants: Mapping[str, torch.Tensor]) -> tuple[Input, ...]:
+    """The inputs that constants are."""
+    return tuple(
+        Input(name, InputKind.CONSTANT, TensorSpec(tuple(x.shape), x.dtype))
+        for name, x in constants.items()
+    )
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, calls on tensors become `nodes`.
 
@@ -57,10 +65,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def inputs(self) -> tuple[Input, ...]:
         """The inputs that the constants are."""
-        return tuple(
-            Input(name, InputKind.CONSTANT, TensorSpec(tuple(x.shape), x.dtype))
-            for name, x in self.constants.items()
-        )
+        return inputs_of(self.constants)
 
     def at(self, node: Node) -> None:
         """The calls that come are of this node, until the next one; so are those of its backward,

@@ -34,16 +34,14 @@ def common(graph: Graph) -> Graph:
     if not any(map(is_own, names)) and all(n.op != WITHIN for n in graph.nodes):
         return graph
     nodes = (
-        replace(n, op=KNOWN, args=()) if n.op == WITHIN or _reads_own(n) else n
+        replace(n, op=KNOWN, args=())
+        if n.op == WITHIN or any(is_own(r.node) for r in n.refs)
+        else n
         for n in graph.nodes
         if not is_own(n.name)
     )
     inputs = tuple(i for i in graph.inputs if not is_own(i.name))
     return replace(graph, inputs=inputs, nodes=tuple(nodes))
-
-
-def _reads_own(node: Node) -> bool:
-    return any(is_own(r.node) for r in node.refs)
 
 
 def aligned(part: Graph, whole: Graph, alike: Alike) -> tuple[Graph, Graph]:

@@ -35,7 +35,8 @@ def placed_rule(place: Place) -> Outcome | None:
     node = place.node
     if node.op not in (INDEX, PUT):
         return None
-    x, picks = place.states[node.args[0]], _picks(node)
+    x = place.states[node.args[0]]
+    picks = [(k, r) for k, r in enumerate(node.args[1]) if r is not None]
     if x.kind is not Kind.ROWS or x.dims is None or x.rows is None or x.routed:
         return None
     first, none = place.states[picks[0][1]].dims, ((0,),)
@@ -56,10 +57,6 @@ def placed_rule(place: Place) -> Outcome | None:
     found = tuple(dims) if node.op == INDEX else x.dims
     picked = Picked(own[0][1], _inner(x.dims[own[0][0]]), _inner(first[0]))
     return Outcome((State(Kind.ROWS, found),), picked=picked)
-
-
-def _picks(node: Node) -> list[tuple[int, Ref]]:
-    return [(k, r) for k, r in enumerate(node.args[1]) if r is not None]
 
 
 def _is_places(place: Place, ref: Ref, dims: tuple[Dim, ...]) -> bool:

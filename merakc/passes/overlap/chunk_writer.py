@@ -63,7 +63,9 @@ class _Writer:
         self.now: dict[Ref, Ref] = {}
         self.chunk_of: dict[str, int] = {}
         self.cuts: dict[tuple[Ref, int], list[Ref]] = {}  # by value and region
-        read = {r for n in graph.nodes for r in n.refs if self._home(r) is not self._home_of(n)}
+        read = {
+            r for n in graph.nodes for r in n.refs if self.home.get(r.node) is not self._home_of(n)
+        }
         self.left = read | {o.ref for o in graph.outputs}
 
     def run(self) -> Graph:
@@ -100,9 +102,6 @@ class _Writer:
 
     def _home_of(self, node: Node) -> Region | None:
         return self.home.get(node.name)
-
-    def _home(self, ref: Ref) -> Region | None:
-        return self.home.get(ref.node)
 
     def _whole(self, ref: Ref) -> Ref:
         return self.now.get(ref, ref)

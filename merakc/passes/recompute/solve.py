@@ -51,7 +51,7 @@ class Step:
     again_s: float
 
 
-def steps_from(costs: Sequence[BlockCost], first: int, longest: int = LONGEST) -> Iterator[Step]:
+def steps_from(costs: Sequence[BlockCost], first: int) -> Iterator[Step]:
     """The runs that may begin with a block."""
     c = costs[first]
     whole = c.read_bytes + c.saved_bytes
@@ -63,7 +63,7 @@ def steps_from(costs: Sequence[BlockCost], first: int, longest: int = LONGEST) -
         yield Step(Run(Keep.PRODUCTS, 1), c.entering_bytes + c.product_bytes, peak, c.product_s)
     remade = making = using = 0
     seconds = 0.0
-    for k in range(first, min(len(costs), first + longest)):
+    for k in range(first, min(len(costs), first + LONGEST)):
         own = costs[k]
         before = remade + (own.entering_bytes if k > first else 0)
         making = max(making, before + own.forward_bytes)
@@ -75,9 +75,7 @@ def steps_from(costs: Sequence[BlockCost], first: int, longest: int = LONGEST) -
         seconds += own.again_s
 
 
-def solve(
-    costs: Sequence[BlockCost], budget_bytes: int, in_flight: int = 1, longest: int = LONGEST
-) -> Choice | None:
+def solve(costs: Sequence[BlockCost], budget_bytes: int, in_flight: int = 1) -> Choice | None:
     """The choice that takes least time in a budget for the micro-batches in flight, of which each
     stores as much; None where even the least does not fit.
     """
@@ -87,7 +85,7 @@ def solve(
         shares = waiting.pop()
         # No share of these gives more than the first has at its highest and the last stores.
         peak, stored = shares[0][0], shares[-1][1]
-        found = _solve(costs, peak, stored, longest)
+        found = _solve(costs, peak, stored)
         if found is None or (best is not None and _order(found) >= _order(best)):
             continue
         if any(found.peak_bytes <= p and found.stored_bytes <= s for p, s in shares):
@@ -131,10 +129,8 @@ def least_bytes(costs: Sequence[BlockCost], in_flight: int = 1) -> int:
     return high
 
 
-def _solve(
-    costs: Sequence[BlockCost], budget_bytes: int, most_stored: int, longest: int
-) -> Choice | None:
-    end = _layers(costs, budget_bytes, most_stored, longest)
+def _solve(costs: Sequence[BlockCost], budget_bytes: int, most_stored: int) -> Choice | None:
+    end = _layers(costs, budget_bytes, most_stored)
     if not len(end.stored):
         return None
     best = int(np.lexsort((end.stored, end.seconds))[0])
@@ -142,9 +138,7 @@ def _solve(
     return Choice(_joined(end.runs(best)), *figures)
 
 
-def _layers(
-    costs: Sequence[BlockCost], budget_bytes: int | None, most_stored: int, longest: int = LONGEST
-) -> _Layer:
+def _layers(costs: Sequence[BlockCost], budget_bytes: int | None, most_stored: int) -> _Layer:
     """The choices for all blocks: the fastest in a budget, or without one those of low peaks."""
     layers = [_Layer() for _ in range(len(costs) + 1)]
     layers[0].add(_Part(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1, int)))
@@ -152,7 +146,7 @@ def _layers(
         layer.prune(most_stored, by_peak=budget_bytes is None)
         if k == len(costs):
             break
-        for step in steps_from(costs, k, longest):
+        for step in steps_from(costs, k):
             fits = layer.stored + step.stored_bytes <= most_stored
             if budget_bytes is not None:
                 fits &= layer.stored + step.peak_bytes <= budget_bytes

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from merakc.errors import ConfigError
 from merakc.files.printable import printable
-from merakc.ir.program import ActionKind, CollectiveEvent, Event
+from merakc.ir.program import ActionKind, Event
 from merakc.report.charts.labels import ComputeLabel, parse_label
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -26,8 +26,6 @@ _KINDS = {
     ActionKind.GATHER: ("gather", "#8C6BB1"),
     ActionKind.REDUCE: ("reduce", "#CC79A7"),
 }
-_COLLECTIVE = ("tp collective", "#D55E00")
-_WAITED = ("waited for", "#3B3B3B")
 _IDLE_COLOUR = "#F2F2F2"
 _WIDTH_INCHES = 12.0
 _BOX_HEIGHT = 0.86  # of the distance between two ranks
@@ -43,21 +41,19 @@ def plot_timeline(
     title: str = "Pipeline timeline",
     collectives: Sequence[Event] = (),
     waits: Sequence[Event] = (),
-    inside: Sequence[CollectiveEvent] = (),
 ) -> None:
     """Draws a row a rank, a box an action with its micro-batch. The suffix gives the format.
 
     Waits are grey; those for collectives over dp, `waits`, are inside the boxes. Numbers are left
     out of boxes too narrow for them. Simulated `collectives` over dp, which run beside the actions,
-    are drawn along the lower edge of their rank's row, those over tp, `inside` the actions, along
-    the upper edge, dark where the rank stands still for them.
+    are drawn along the lower edge of their rank's row.
     Raises `ConfigError` where there is nothing to draw.
     """
     drawn = [e for e in events if e.kind in _KINDS and e.end_s > e.start_s]
     if not drawn:
         raise ConfigError(f"{path}: no forward, backward or reduction to draw")
     ranks = sorted({e.rank for e in drawn})
-    end_s = max([*(e.end_s for e in (*drawn, *collectives)), *(e.end_s for e in inside)])
+    end_s = max(e.end_s for e in (*drawn, *collectives))
     unit, per_second = _time_unit(end_s)
     size = _WIDTH_INCHES, min(40.0, 1.6 + 0.42 * len(ranks))
     figure = Figure(figsize=size, dpi=150, layout="constrained")
@@ -75,21 +71,8 @@ def plot_timeline(
         mine = [e for e in collectives if e.rank == rank]
         spans, lane = [(e.start_s, e.end_s) for e in mine], row + _BOX_HEIGHT / 2 - _LANE_HEIGHT
         _bars(axes, spans, per_second, (lane, _LANE_HEIGHT), [_KINDS[e.kind][1] for e in mine])
-        _draw_inside(axes, [e for e in inside if e.rank == rank], row, per_second)
-    more = [_COLLECTIVE, _WAITED] if inside else []
-    _add_legend(figure, {e.kind for e in (*drawn, *collectives)}, more)
+    _add_legend(figure, {e.kind for e in (*drawn, *collectives)})
     figure.savefig(path)
-
-
-def _draw_inside(
-    axes: Axes, events: Sequence[CollectiveEvent], row: int, per_second: float
-) -> None:
-    """The collectives of a rank's graphs, and over them the waits."""
-    for (_, colour), spans in (
-        (_COLLECTIVE, [(e.start_s, e.end_s) for e in events]),
-        (_WAITED, [(e.wait_start_s, e.wait_end_s) for e in events]),
-    ):
-        _bars(axes, spans, per_second, (row - _BOX_HEIGHT / 2, _LANE_HEIGHT), colour)
 
 
 def _bars(
@@ -135,12 +118,11 @@ def _micro_batch(event: Event) -> str:
     return str(label.micro_batch) if isinstance(label, ComputeLabel) else ""
 
 
-def _add_legend(figure: Figure, kinds: set[ActionKind], more: Sequence[tuple[str, str]]) -> None:
+def _add_legend(figure: Figure, kinds: set[ActionKind]) -> None:
     handles = [
         Patch(facecolor=colour, label=name)
         for kind, (name, colour) in _KINDS.items()
         if kind in kinds
     ]
-    handles += [Patch(facecolor=colour, label=name) for name, colour in more]
     handles.append(Patch(facecolor=_IDLE_COLOUR, edgecolor="#BBBBBB", label="idle"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

@@ -51,14 +51,10 @@ def view(timeline: Timeline, per_rank: int, ranks: Sequence[int]) -> View:
     `per_rank` times.
     """
     moments = unpack(timeline)
-    computes = [e for e in moments.events if _is_drawn(e)]
+    computes = [e for e in moments.events if not e.kind.is_message and e.end_s > e.start_s]
     cut = middle(computes, per_rank * max(len(ranks), 1))
     left_out_s = cut or timeline.left_out_s
     rows = {rank: outside([e for e in computes if e.rank == rank], left_out_s) for rank in ranks}
     axis = Axis(moments.step_s, left_out_s)
     others = (outside(own, left_out_s) for own in (moments.collectives, moments.waits))
     return View(axis, rows, *others)
-
-
-def _is_drawn(event: Event) -> bool:
-    return not event.kind.is_message and event.end_s > event.start_s

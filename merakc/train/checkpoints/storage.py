@@ -80,8 +80,24 @@ _WIDE = (
 )
 
 
+class _Plain:
+    """What torch asks of storage, and ours has no need of."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one before."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Any path is."""
+        return True
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """As it is."""
+        return plan
+
+
 @dataclass
-class Writer(StorageWriter):
+class Writer(_Plain, StorageWriter):
     """Writes to `folder`. On the coordinator `run` is what the manifest says beside tensors, and
     `others` the texts of other files, by name. With `dtype`, floating tensors are cast to it.
     `group` is that of the ranks that write, for tensors in host memory; without, one does alone.
@@ -96,14 +112,6 @@ class Writer(StorageWriter):
     made: dict[str, Stored] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from a save before."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any path is."""
-        return True
-
     @property
     def aside(self) -> Path:
         """Where the folder is written."""
@@ -115,10 +123,6 @@ class Writer(StorageWriter):
             check_replaceable(self.folder)
             shutil.rmtree(self.aside, ignore_errors=True)  # of a save that was killed
             self.aside.mkdir(parents=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Lays out the files, and tells the ranks where tensors begin, and which strips of them
@@ -338,20 +342,12 @@ def _write_text(path: Path, text: str) -> None:
 
 
 @dataclass
-class Reader(StorageReader):
+class Reader(_Plain, StorageReader):
     """Reads a checkpoint, whose files were checked, into the tensors of any plan."""
 
     folder: Path
     manifest: Manifest
     copies: Mapping[str, str] = field(default_factory=dict)  # tensors that lie there as others
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from a load before."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any path is."""
-        return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """All tensors, each as one piece: its file has it whole."""
@@ -367,10 +363,6 @@ class Reader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Nothing is to be done."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """As they are."""

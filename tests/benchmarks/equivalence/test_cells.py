@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from benchmarks.equivalence.cells import Cell, conclude, grid, run_cell
-from benchmarks.layouts import Difference
 from benchmarks.ranks import RankError
+from merakc.equality.compare import Difference
 from merakc.errors import CutError
 
 GOOD = Cell(error=Difference(1e-12, "w"))

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import merakc
 from benchmarks.equivalence.cells import BOUND
 from benchmarks.equivalence.of_layouts import LayoutCell, main, measure_cell
-from benchmarks.layouts import Difference
 from benchmarks.models import MODELS
+from merakc.equality.compare import Difference
 from tests.benchmarks.stand_in import stand_in
 
 

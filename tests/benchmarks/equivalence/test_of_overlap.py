@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from benchmarks.equivalence.of_overlap import FUSED, TRIED, OverlapCell, cells_rows, measure
-from benchmarks.layouts import Difference
 from benchmarks.zoo_models import ZOO
+from merakc.equality.compare import Difference
 
 GOOD = OverlapCell(
     "gpt2", 2, 2, 2, sub_batches=(2, 2), started=9, collectives=10, error=Difference(1e-15, "w")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.equivalence.of_schedules import ScheduleCell, cells_rows, measure
-from benchmarks.layouts import Difference
+from merakc.equality.compare import Difference
 
 GOOD = ScheduleCell("gpt2", 2, "zb-v", "full", error=Difference(1e-15, "loss"))
 

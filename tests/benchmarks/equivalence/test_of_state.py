@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from benchmarks.equivalence import of_state
 from benchmarks.equivalence.of_state import COLUMNS, cell_texts, equality_texts
 from benchmarks.equivalence.state_cells import Equality, StateCell
-from benchmarks.layouts import Difference
 from benchmarks.resident_state import Held
+from merakc.equality.compare import Difference
 from merakc.ir.state import StateShards
 
 HELD = Held({0: 1000}, 8000, 8000, 16000, gathered_bytes=4000)

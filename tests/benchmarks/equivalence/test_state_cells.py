@@ -17,8 +17,8 @@ from benchmarks.equivalence.state_cells import (
     measure_cell,
     measure_equality,
 )
-from benchmarks.layouts import Difference
 from benchmarks.resident_state import Held
+from merakc.equality.compare import Difference
 from merakc.ir.state import StateShards, lattice
 
 RIGHT = Held({0: 1000}, 8000, 2000, 4000)  # of 1, 4, 4 in float64

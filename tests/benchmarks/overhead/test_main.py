@@ -78,7 +78,7 @@ def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(GOOD, model=model, size=size)
 
     monkeypatch.setattr(overhead, "duel", duel)
-    monkeypatch.setattr(overhead, "crowd", lambda model, size, ranks, m, steps: Crowd(ranks, 1, 2))
+    monkeypatch.setattr(overhead, "crowd", lambda size, ranks, m, steps: Crowd(ranks, 1, 2))
     monkeypatch.setattr(overhead, "first", lambda model, size, plan: FIRSTS[plan is not None])
     told: list[str] = []
     extent = Extent(layers=(4, 8), micro_batches=(1, 2), ranks=(1, 2))

@@ -59,7 +59,7 @@ def test_the_quietest_try_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cpu_time_of_ranks_is_added_up() -> None:
-    found = crowd("gpt2", TINY, 2, micro_batches=2, steps=1)
+    found = crowd(TINY, 2, micro_batches=2, steps=1)
     assert found.ranks == 2
     assert found.cpu_s > 0
     # Each rank has two forwards and two backwards, and receives as often as the other sends.

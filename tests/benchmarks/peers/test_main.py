@@ -13,6 +13,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from benchmarks.peers import networks, plans
 from benchmarks.peers.environments import MissingPeerError
 from benchmarks.peers.networks import Network, NetworkError
 from benchmarks.peers.rounds import Course, Entry, Row
@@ -47,9 +48,9 @@ def test_exit_status_and_files(
         raise NetworkError("no root")
 
     monkeypatch.setattr(Course, "measure", measure)
-    monkeypatch.setattr(main, "deepspeed_environment", missing)
-    monkeypatch.setattr(main, "accelerate_environment", lambda cache: None)
-    monkeypatch.setattr(main, "slow_network", no_network)
+    monkeypatch.setattr(plans, "deepspeed_environment", missing)
+    monkeypatch.setattr(plans, "accelerate_environment", lambda cache: None)
+    monkeypatch.setattr(networks, "slow_network", no_network)
     arguments = ["--plans", "dp2,pp2", "--json", str(tmp_path / "found.json")]
     arguments += ["--doc", str(tmp_path / "page.md"), "--plot", str(tmp_path / "x.svg")]
     result = run(*arguments)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
-from benchmarks.reference import lifted_casts, split_batch
+from benchmarks.reference import split_batch
 from benchmarks.zoo_models import FAMILIES, ZOO
+from merakc.equality.casts import lifted_casts
 
 OURS = ("transformer_encoder", "resnet")
 NEW = [name for name in ZOO if name not in MODELS]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.reference import lifted_casts
 from merakc.costs.nodes import ring_backward
 from merakc.costs.work.flops import graph_flops, node_bytes, node_flops, ring_sent, wire_bytes
+from merakc.equality.casts import lifted_casts
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, Call, enter
 from merakc.kernels.ring.attention import RING

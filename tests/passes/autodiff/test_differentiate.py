@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import MODELS
-from benchmarks.reference import lifted_casts
+from merakc.equality.casts import lifted_casts
 from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec

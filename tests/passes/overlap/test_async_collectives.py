@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import MODELS
-from benchmarks.reference import lifted_casts
 from merakc.costs.device import place_on
 from merakc.costs.nodes import graph_seconds, pipelined, ring_backward
 from merakc.costs.work.flops import COLLECTIVES
+from merakc.equality.casts import lifted_casts
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import MODELS
-from benchmarks.reference import lifted_casts
 from benchmarks.zoo_models import ZOO
 from merakc.costs.device import place_on
 from merakc.costs.nodes import graph_seconds
+from merakc.equality.casts import lifted_casts
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
 from merakc.ir.strategy import Strategy

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from merakc.errors import ConfigError
 from merakc.ir.costs import CostTable, StageCost
-from merakc.ir.program import ActionKind, CollectiveEvent, Event, Mesh
+from merakc.ir.program import ActionKind, Event, Mesh
 from merakc.passes.programs.schedule import build_programs
 from merakc.report.charts.plot import plot_timeline
 from merakc.schedules.registry import make_schedule
@@ -92,14 +92,3 @@ def test_waits_for_collectives_are_no_computing(tmp_path: Path) -> None:
         pixels = (imread(path)[..., :3] * 255).round().astype(int)
         blue[name] = int((pixels == (0x56, 0xB4, 0xE9)).all(-1).sum())
     assert 0.2 < blue["waiting"] / blue["busy"] < 0.35
-
-
-def test_collectives_of_computes_lie_along_the_upper_edge(tmp_path: Path) -> None:
-    events = [Event(0, "0F0", ActionKind.FORWARD, 0.0, 1.0)]
-    inside = [CollectiveEvent(0, "all_reduce", "tp", 8, 0.1, 0.1, 0.9, 0.5, 0.9)]
-    plot_timeline(tmp_path / "t.png", events, inside=inside)
-    assert {"#56B4E9", "#D55E00", "#3B3B3B"} <= _colours(tmp_path / "t.png")
-    plot_timeline(tmp_path / "t.svg", events, inside=inside)
-    assert {"tp collective", "waited for"} <= {*_texts(tmp_path / "t.svg")}
-    plot_timeline(tmp_path / "plain.svg", events)
-    assert "tp collective" not in _texts(tmp_path / "plain.svg")
