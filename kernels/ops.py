@@ -25,6 +25,7 @@ from merakc.kernels import (
     vocabulary,
 )
 from merakc.kernels.bindings import BINDINGS
+from merakc.kernels.float8 import scaled
 from merakc.kernels.ring import attention as ring
 from merakc.kernels.ring import swap
 
@@ -106,7 +107,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 # imported for the ops that they register
 REGISTERED = (
     attention, buffers, checks, collectives, draws, exchange, experts, gemm, host, opaque,
-    products, ring, scores, swap,
+    products, ring, scaled, scores, swap,
 )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def auto_parallel(
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         state_shards: "zero-0" to "zero-3", or numbers of shards over dp, cp, ep; `parameters()`
             are then parts. Chosen if None.
-        precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
+        precision: "bf16-", "fp8-" or "fp16-mixed", or a `Precision`: masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
         offload: what lives on the host: "none", "auto" (what does not fit, no more), "optimizer",
             "activations", "parameters", how much a rank may move ("4 GiB"), or "optimizer, 4 GiB".

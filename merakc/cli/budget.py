@@ -80,7 +80,7 @@ def budget(
     state_shards: StateShards = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     offload: Offload = "none",
-    precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
+    precision: Annotated[str, typer.Option(help="bf16-, fp8-, fp16-mixed or none.")] = "bf16-mixed",
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
     limit: Limit = None,

@@ -74,7 +74,7 @@ def plan(
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
     recompute: Recompute = "auto",
     state_shards: StateShards = None,
-    precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16-, fp8- or fp16-mixed.")] = None,
     overlap: Overlap = None,
     offload: Offload = "none",
     tokens: Tokens = None,

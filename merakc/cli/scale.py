@@ -67,7 +67,7 @@ def scale(
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     state_shards: StateShards = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
-    precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
+    precision: Annotated[str, typer.Option(help="bf16-, fp8-, fp16-mixed or none.")] = "bf16-mixed",
     offload: Offload = "none",
     tokens: Tokens = None,
     price: Price = None,

@@ -67,6 +67,8 @@ def yardstick(case: Case) -> Yardstick:
     terms = _coupled_terms(recording, found) if found is not None else ()
     own = parts if norms or terms else 1  # the parts that the reference sees
     why = f", as the plan says: {_some(case.plan.conventions)}" if own > 1 else ""
+    if isinstance(recording, BatchRecording) and recording.scaled:
+        return _alone(case, own, f"its products are of float8{why}")
     if has_draws(recording.graph):
         return _alone(case, own, f"the model draws numbers{why}")
     mixed = Kind.SUM in terms  # averages of parts are not what these are

@@ -20,7 +20,7 @@ from merakc.files.printable import count_of
 from merakc.gpu_check import sanitize, speed
 from merakc.gpu_check.equal import allowed, compare
 from merakc.gpu_check.models import MODELS
-from merakc.gpu_check.ops import check_attention, check_scores
+from merakc.gpu_check.ops import check_attention, check_scaled, check_scores
 
 Room = Literal["kernels", "equality", "speed"]
 # What changes which calls run in one process, and layouts of several ranks; each of one model.
@@ -83,6 +83,7 @@ def all_checks(device: str, gpus: int) -> Iterator[Check]:
     """Those of a machine with so many GPUs, or of its CPU; those that are timed come last."""
     yield Check("kernels", "attention", "attention", {"device": device})
     yield Check("kernels", "losses in blocks", "scores", {"device": device})
+    yield Check("kernels", "products of float8", "scaled", {"device": device})
     if device == "cuda":
         yield Check("kernels", "compute-sanitizer", "sanitizer", limit_s=300.0)
     for name in MODELS:
@@ -122,6 +123,7 @@ def _speed(kind: str, device: str) -> tuple[bool, str, dict[str, Any]]:
 RUN: dict[str, Callable[..., tuple[bool, str, dict[str, Any]]]] = {
     "attention": lambda device: _wrong(check_attention(torch.device(device))),
     "scores": lambda device: _wrong(check_scores(torch.device(device))),
+    "scaled": lambda device: _wrong(check_scaled(torch.device(device))),
     "sanitizer": lambda: _wrong(sanitize.found()),
     "equality": _equality,
     "speed": _speed,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import merakc.kernels.ops  # noqa: F401 it registers them
 from merakc.kernels.attention_formulas import reference, reference_backward
+from merakc.kernels.float8.scaled import LEAST_CAPABILITY
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -122,4 +123,34 @@ def check_scores(device: torch.device) -> list[str]:
         if not all(error <= ALLOWED[dtype] for error in errors.values()):
             text = ", ".join(f"{n} {e:.1e}" for n, e in errors.items())
             wrong.append(f"sizes={sizes}, dtype={dtype}, bias={bias}: {text}")
+    return wrong
+
+
+def scaled_errors(device: torch.device, sizes: tuple[int, int, int]) -> dict[str, float]:
+    """The same of a product of float8 of [m, k] and [n, k]: against that of the same numbers in
+    float64 on a CPU.
+    """
+    m, n, k = sizes
+    draws = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=draws).bfloat16() for shape in ((m, k), (n, k), (m, n))]
+
+    def made(*tensors: Tensor) -> list[Tensor]:
+        x, w = (t.requires_grad_() for t in tensors[:2])
+        out: Tensor = torch.ops.merakc.scaled_linear(x, w)
+        return [out.detach(), *torch.autograd.grad(out, [x, w], tensors[2])]
+
+    ours, exact = made(*(t.to(device) for t in given)), made(*(t.double() for t in given))
+    pairs = zip(("out", "dx", "dw"), ours, exact, strict=True)
+    return {name: float((x.cpu().double() - y).norm() / y.norm()) for name, x, y in pairs}
+
+
+def check_scaled(device: torch.device) -> list[str]:
+    """What is wrong, a line each; nothing where the device has no such products."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return []
+    wrong = []
+    for sizes in ((64, 64, 64), (1, 48, 32), (100, 24, 40), (2048, 1024, 4096)):
+        errors = scaled_errors(device, sizes)
+        if not all(error <= ALLOWED[torch.bfloat16] for error in errors.values()):
+            wrong.append(f"sizes={sizes}: " + ", ".join(f"{n} {e:.1e}" for n, e in errors.items()))
     return wrong

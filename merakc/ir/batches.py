@@ -188,7 +188,7 @@ class BatchSplit:
     `graph` is that of a part. `results` says of its other outputs how those of the parts make that
     of the whole batch. `written` has the buffers that are written once, behind all parts, of which
     every part reads what they were before, and how. `conventions` names, with its line, what holds
-    by convention alone.
+    by convention alone. `scaled` are the weights whose products are in float8.
     """
 
     graph: Graph
@@ -197,3 +197,4 @@ class BatchSplit:
     results: Mapping[str, tuple[ShareKind, Rows | None]] = field(default_factory=dict)
     written: Mapping[str, ShareKind] = field(default_factory=dict)
     conventions: tuple[str, ...] = ()
+    scaled: frozenset[str] = frozenset()

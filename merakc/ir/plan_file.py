@@ -20,7 +20,7 @@ from merakc.machines.cluster import Sharing
 from merakc.machines.cluster_files import check_hardware
 from merakc.version import __version__
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 
 

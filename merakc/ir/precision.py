@@ -18,7 +18,9 @@ class Precision:
     Parameters and the batch's floating tensors are cast to `compute`; gradients of micro-batches
     are added up in `gradients`, reduced over ranks in float32 or wider, and handed to the optimizer
     in `master`, the dtype of the parameters that it updates (Micikevicius et al. 2018). Buffers
-    keep their own. Where `compute` is float16 the loss is scaled.
+    keep their own. Where `compute` is float16 the loss is scaled. With `products` of "float8" those
+    with weights, and of their inputs' gradients, multiply numbers of eight bits
+    (`merakc.passes.forward.scaled_products`); gradients of weights do not.
 
     Raises `ConfigError` where one is no floating dtype, or masters are narrower than the rest.
     """
@@ -26,12 +28,17 @@ class Precision:
     compute: str
     gradients: str
     master: str = "float32"
+    products: str | None = None
 
     def __post_init__(self) -> None:
         names = self.compute, self.gradients, self.master
         for name in names:
             if name not in _FLOATS:
                 raise ConfigError(f"precision: dtype {name!r} is not one of {', '.join(_FLOATS)}")
+        if self.products not in (None, "float8"):
+            raise ConfigError(f"precision: products of {self.products!r} are not 'float8' or None")
+        if self.products is not None and self.compute == "float16":
+            raise ConfigError("precision: products of float8 need another compute than float16")
         with torch._C.DisableTorchFunction():  # a mode that lifts casts lifts these, too
             widest = torch.promote_types(self.dtype("compute"), self.dtype("gradients"))
             held = torch.promote_types(widest, self.dtype("master"))
@@ -47,7 +54,9 @@ class Precision:
         return found
 
     def __str__(self) -> str:
-        return f"{self.compute} with gradients of {self.gradients} and masters of {self.master}"
+        own = f" (products of {self.products})" if self.products else ""
+        held = f"gradients of {self.gradients} and masters of {self.master}"
+        return f"{self.compute}{own} with {held}"
 
     @property
     def scales_loss(self) -> bool:
@@ -58,6 +67,7 @@ class Precision:
 NAMED = {
     "bf16-mixed": Precision("bfloat16", "bfloat16"),
     "fp16-mixed": Precision("float16", "float16"),
+    "fp8-mixed": Precision("bfloat16", "bfloat16", products="float8"),
 }
 
 

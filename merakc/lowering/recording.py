@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Coup
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
+from merakc.kernels.float8.scaled import check_device
 from merakc.lowering.find_samples import Fit, fit_of
 from merakc.lowering.forwards import Forward, Shared, telling, two_sizes
 from merakc.passes.batches.alike import check_read_alike
@@ -28,6 +30,7 @@ from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.proof.certificate import certify
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.forward.fixed_values import check_lookups
+from merakc.passes.forward.scaled_products import scaled_weights
 from merakc.passes.pipeline import KEYED
 from merakc.passes.running import run_passes
 
@@ -52,17 +55,23 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls with `shared` in common record no form of batch twice;
-    forwards that others which were `compared` explain are recorded once. It raises `RecordError` as
-    `record` and `analyse` do.
+    the dtype that it computes in, and weights whose products it has in float8 are named. Calls with
+    `shared` in common record no form of batch twice; forwards that others which were `compared`
+    explain are recorded once. It raises `RecordError` as `record` and `analyse` do, and
+    `ConfigError` where the device has no products of the precision.
     """
     dtype = precision.dtype("compute") if precision else None
+    rounded = dtype if precision and precision.products else None
+    if rounded:
+        check_device(device, rounded)
     forward = Forward(
         model, *cast_floats(args, kwargs, dtype), layout, device,
         dtype=dtype, dims=dims, shared={} if shared is None else shared,
         compared=Compared() if compared is None else compared,
     )  # fmt: skip
-    return _fitting(forward, couplings, divided=divided)
+    recording = _fitting(forward, couplings, divided=divided)
+    scaled = scaled_weights(recording.graph, rounded) if rounded else frozenset()
+    return replace(recording, scaled=scaled) if scaled else recording
 
 
 def _fitting(forward: Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:

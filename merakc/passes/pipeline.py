@@ -31,6 +31,7 @@ from merakc.passes.forward.activations import with_activations
 from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.loops import rolled
+from merakc.passes.forward.scaled_products import with_scaled_products
 from merakc.passes.forward.scores import without_scores
 from merakc.passes.forward.sinks import with_sinks
 from merakc.passes.offload.moves import offloaded
@@ -224,10 +225,10 @@ KEYED: Final = (
     ),
 )  # fmt: skip
 PARTS: Final = (
-    Pass(
-        "split-batch", "Writes the loss of a part so that the parts' add up to the batch's.",
-        Kind.RECORDED, Kind.PART, in_parts,
-    ),
+    Pass("split-batch", "Writes the loss of a part so that the parts' add up to the batch's.",
+         Kind.RECORDED, Kind.PART, in_parts),
+    Pass("scaled-products", "Where the precision says so: products with weights in float8.",
+         Kind.PART, Kind.PART, lambda split, *_: with_scaled_products(split)),
 )  # fmt: skip
 # Before it is decided how values are split over tp.
 HEADED: Final = (

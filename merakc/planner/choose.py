@@ -13,7 +13,7 @@ from itertools import islice
 
 from merakc.costs import state
 from merakc.costs.work.scaled import SAMPLES
-from merakc.errors import MerakError, ShardError
+from merakc.errors import ConfigError, MerakError, ShardError
 from merakc.ir.graph import InputKind
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
@@ -82,6 +82,7 @@ def choose(
     full if none is yet. Raises the first error where nothing can be planned.
     """
     cluster, patience = cluster.with_hardware(request.world_size), patience or Patience()
+    _check_rates(request, cluster)
     sole = None if patience.stopped else _sole(request, record, cluster)
     if sole is not None:
         return _in_full(sole, cluster)
@@ -229,10 +230,22 @@ def compare(
     """
     found = Candidates(table=table or PieceTable(record, cluster))
     hardware = cluster.described(request.world_size)
+    _check_rates(request, cluster)
     precision = state_precision(record, request)
     with (patience or Patience()).while_looking(lambda: bool(found.ranked)):
         find_candidates(found, request, hardware, precision, progress)
     return found
+
+
+def _check_rates(request: Request, cluster: Cluster) -> None:
+    """Raises `ConfigError` where a device is not known to have the products of the precision."""
+    dtype = request.precision and request.precision.products
+    for device in cluster.described(request.world_size).devices if dtype else ():
+        if dtype not in device.peak_flops_per_s:
+            raise ConfigError(
+                f"precision: {device.name} has no products of {dtype} in its cluster file; use "
+                f"bf16-mixed, other machines, or give their rate, peak_flops_per_s.{dtype}"
+            )
 
 
 def state_precision(record: Record, request: Request) -> state.Precision:

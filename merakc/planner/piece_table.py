@@ -20,6 +20,7 @@ from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.autodiff.shorten import repeated, shorten
 from merakc.passes.batches.recorded import BatchRecording, in_parts
+from merakc.passes.forward.scaled_products import with_scaled_products
 from merakc.passes.forward.scores import LEAST_BYTES
 from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.layouts import Sharding
@@ -141,7 +142,7 @@ class PieceTable:
         if samples not in self._short:
             recording = self.record(samples)
             whole = isinstance(recording, BatchRecording) and recording.found is None
-            split = in_parts(recording, 1 if whole else PARTS, TRAINING)
+            split = with_scaled_products(in_parts(recording, 1 if whole else PARTS, TRAINING))
             graph, self.couples = split.graph, self.couples or split.head is not None
             self._short[samples] = shorten(graph, part_starts(graph))
         return self._short[samples]

@@ -114,7 +114,11 @@ class _Seen:
 
         def tell(ref: Ref, value: Any) -> None:
             for k, each in enumerate(value if isinstance(value, (list, tuple)) else [value]):
-                if isinstance(each, torch.Tensor) and not each.isfinite().all():
+                if not isinstance(each, torch.Tensor):
+                    continue
+                if each.is_floating_point() and each.itemsize == 1:
+                    each = each.float()  # torch does not ask numbers of eight bits
+                if not each.isfinite().all():
                     kinds[Ref(ref.node, ref.index + k)] = bool(each.isnan().any())
 
         run = compile_graph(graph, device, hooks, tell)

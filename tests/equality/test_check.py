@@ -100,6 +100,14 @@ def test_mixed_precision_is_compared_in_two_arithmetics() -> None:
     assert errors["float32"] > 1e-10, "it does compute in float32"
 
 
+def test_products_of_float8_are_compared_with_those_of_one_process() -> None:
+    plan = plan_of(small_llama(), 2, 8, tp=2, precision=parse_precision("fp8-mixed"))
+    result = check_plan(plan, small_llama(), ranks=2)
+    assert result.equal, result
+    assert {row.arithmetic: row.limit for row in result.rows} == {"float64, rounded": 1e-10}
+    assert result.compared_with.endswith("(its products are of float8)")
+
+
 def _scale_tangents() -> None:
     plain = executor.Step._tangent
     executor.Step._tangent = lambda *a: plain(*a) * (1 + 1e-8)  # type: ignore[method-assign]

@@ -27,6 +27,17 @@ def test_losses_in_blocks_are_their_formulas() -> None:
     assert max(errors.values()) <= ops.ALLOWED[torch.float32]
 
 
+def test_products_of_float8_are_those_of_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = ops.scaled_errors(CPU, (100, 24, 40))
+    assert errors.keys() == {"out", "dx", "dw"}
+    assert 0 < max(errors.values()) <= ops.ALLOWED[torch.bfloat16]
+    monkeypatch.setattr(ops, "ALLOWED", {torch.bfloat16: 1e-4})
+    monkeypatch.setattr(ops, "scaled_errors", lambda _, sizes: {"out": 1e-3 * sizes[0]})
+    assert ops.check_scaled(CPU)[0] == "sizes=(64, 64, 64): out 6.4e-02"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not ops.check_scaled(torch.device("cuda"))
+
+
 def test_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ops.reference
 

@@ -19,6 +19,9 @@ def test_names() -> None:
     half = parse_precision("fp16-mixed")
     assert half is not None
     assert half.scales_loss
+    eight = parse_precision("fp8-mixed")
+    assert eight == Precision("bfloat16", "bfloat16", products="float8")
+    assert str(eight).startswith("bfloat16 (products of float8) with gradients of bfloat16")
     assert parse_precision(None) is None
     assert parse_precision(found) is found
 
@@ -28,6 +31,10 @@ def test_unknown_names_and_narrow_masters_are_refused() -> None:
         parse_precision("bf16")
     with pytest.raises(ConfigError, match="dtype 'int8' is not one of bfloat16"):
         Precision("int8", "float32")
+    with pytest.raises(ConfigError, match="products of 'int8' are not 'float8' or None"):
+        Precision("bfloat16", "float32", products="int8")
+    with pytest.raises(ConfigError, match="need another compute than float16"):
+        Precision("float16", "float16", products="float8")
     with pytest.raises(ConfigError, match="masters of bfloat16 do not hold"):
         Precision("float16", "float16", "bfloat16")
 

@@ -9,6 +9,7 @@ from torch import nn
 import merakc
 from merakc.errors import ConfigError, MerakWarning, RecordError
 from merakc.ir.batches import BatchLayout
+from merakc.ir.precision import NAMED
 from merakc.kernels.draws import KEY_POSITION
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import NOMINAL_CPU
@@ -121,3 +122,17 @@ def test_a_frozen_model_without_a_loss_is_refused_with_what_to_do() -> None:
     teacher.requires_grad_(False).eval()
     with torch.no_grad():
         torch.testing.assert_close(teacher(x), wanted)
+
+
+def test_a_gpu_without_products_of_float8_is_refused_before_the_forward_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A GPU")
+    model = Averaged()
+    model.forward = None  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"A GPU, of .* 8.0, has no products"):
+        record_part(
+            model, (), {"x": torch.ones(2, 3)}, BatchLayout((2,), 1), torch.device("cuda"),
+            NAMED["fp8-mixed"],
+        )  # fmt: skip

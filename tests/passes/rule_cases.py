@@ -230,6 +230,7 @@ SPATIAL: dict[str, tuple[int, Callable[[list[int]], Call]]] = {
 
 
 CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
+    "merakc.scaled_linear.default": lambda pick, b, m, n, i: (randn(b, m, i), randn(n, i)),
     "aten.linear.default": lambda pick, b, m, n, i: (
         randn(b, m, i), randn(n, i), randn(n) if pick(0, 1) else None),
     "aten.addmm.default": lambda pick, b, m, n, i: (

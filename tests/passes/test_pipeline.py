@@ -26,7 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [p.name for p in PIPELINE]
 PLACE = {name: k for k, name in enumerate(NAMES)}
 # Rough estimates of graphs that never run.
-ESTIMATES = {("merakc/planner/piece_table.py", name) for name in ("in_parts", "spmd_partition")}
+ESTIMATES = {
+    ("merakc/planner/piece_table.py", name)
+    for name in ("in_parts", "spmd_partition", "with_scaled_products")
+}
 
 
 @cache

@@ -14,10 +14,12 @@ from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
 from merakc.errors import ConfigError, CutError, ShardError
 from merakc.frontend.record import Recording
+from merakc.ir.precision import NAMED
 from merakc.ir.program import ActionKind
 from merakc.ir.state import StateShards, lattice
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Sharing
+from merakc.machines.cluster_files import hardware_for
 from merakc.planner import choose as module
 from merakc.planner.choose import choose, compare
 from merakc.planner.request import Request, meshes, with_schedule
@@ -337,3 +339,11 @@ def test_each_stage_has_its_own_shards() -> None:
     assert peaks[best.plan.state_shards[full]][full] <= limit
     assert best.plan.state_shards[full] != roomy.plan.state_shards[full]
     assert best.plan.state_shards[other] == roomy.plan.state_shards[other]
+
+
+@pytest.mark.parametrize("fixed", [{}, {"dp": 1, "tp": 1, "pp": 1}])
+def test_machines_without_products_of_float8_are_refused(fixed: dict[str, int]) -> None:
+    request = Request(1, BATCH_SIZE, precision=NAMED["fp8-mixed"], **fixed)
+    for ask in (choose, compare):
+        with pytest.raises(ConfigError, match=r"a100-80 has no products of float8.*bf16-mixed"):
+            ask(request, recording, hardware_for("a100-80", 1).flat())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,10 @@ PRODUCTS = {
     "merakc.gather_matmul.default": "merakc.gather_to.default",
     "merakc.matmul_scatter.default": "merakc.reduce_scatter.default",
 }
+# Products with the transpose of a weight; those of float8, whatever the dtype of their results.
+LINEAR = ("aten.linear.default", "merakc.scaled_linear.default")
+OWN_SCALED = "merakc.scaled_mm.default"
+SCALED = ("aten._scaled_mm.default", OWN_SCALED)
 PIPELINED = {**PRODUCTS, **dict.fromkeys(RINGS, "merakc.exchange.default")}
 
 
@@ -39,7 +44,7 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     backward with the scores made again, as in FlashAttention, arXiv 2205.14135).
     """
     op = TORCHS.get(node.op, node.op)
-    if op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm." in op:
+    if op in (*LINEAR, "aten.matmul.default", OWN_SCALED) or "grouped_mm." in op:
         return 2 * node.spec.numel * specs[node.args[0]].shape[-1]
     if op == "merakc.gather_matmul.default":
         made = sum(o.numel for o in node.outputs[1:] if o is not None)
@@ -135,6 +140,34 @@ def _by_formula(
 def products(node: Node) -> int:
     """How often a node of `SCORES` computes a product of their size: its backward, again."""
     return 1 + sum(node.args[-3:-1]) if SCORES[node.op] else 1
+
+
+def product_shape(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[int, int, int, int]:
+    """Batch, m, n, k of a product."""
+    op = TORCHS.get(node.op, node.op)
+    if op in RINGS:
+        b, h, m, d = specs[node.args[RINGS[op]]].shape
+        return b * h, m, d, sum(node.args[-4])
+    if op in ("merakc.attention.default", "merakc.attention_backward.default"):
+        first, second = node.args[:2] if op == "merakc.attention.default" else node.args[1:3]
+        b, h, m, d = specs[first].shape
+        return b * h, m, d, specs[second].shape[-2]
+    if op == "aten.addmm.default":
+        first, second = node.args[1:3]
+    elif op in LINEAR or op == OWN_SCALED:
+        first = node.args[0]
+        n, k = specs[node.args[2 if op == OWN_SCALED else 1]].shape
+        return 1, specs[first].numel // k, n, k
+    elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default", *SCALED):
+        first, second = node.args[:2]
+    else:
+        return 0, 0, 0, 0
+    left, right = specs[first].shape, specs[second].shape
+    k, n = left[-1], right[-1] if len(right) > 1 else 1
+    if len(right) <= 2:
+        return 1, math.prod(left[:-1]), n, k
+    m = left[-2] if len(left) > 1 else 1
+    return node.spec.numel // (m * n), m, n, k
 
 
 def node_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:

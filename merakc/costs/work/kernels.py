@@ -7,7 +7,6 @@ results and what it had read, and writes those of its arguments. Equal kernels a
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -17,16 +16,21 @@ from typing import NamedTuple
 import torch
 
 from merakc.analysis.aliases import FREE, equal_values, is_view, view_roots
-from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, products, wire_bytes
+from merakc.costs.work.float8 import SCALED_LINEAR, forward_calls, gradient_calls
+from merakc.costs.work.flops import (
+    COLLECTIVES,
+    SCALED,
+    node_bytes,
+    node_flops,
+    product_shape,
+    products,
+    wire_bytes,
+)
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.collectives import AXES
-from merakc.kernels.gemm import TORCHS
 from merakc.kernels.ops import BACK, OUT, REST
-from merakc.kernels.ring.attention import PLACES as RINGS
 from merakc.kernels.ring.swap import SWAP
 from merakc.kernels.scores import PLACES as SCORES
-
-SCALED = "aten._scaled_mm.default"  # of float8, whatever the dtype of its result
 
 
 class KernelKind(StrEnum):
@@ -155,9 +159,12 @@ def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, .
         return own, collective_kernel(node, ALL_REDUCE, node.spec.size_bytes)
     if node.op in SCORES:
         return tuple(_of_scores(node, specs, products(node), backward=SCORES[node.op] > 0))
+    if node.op == SCALED_LINEAR:
+        calls, specs = forward_calls(node, specs)
+        return tuple(kernel for call in calls for kernel in node_kernels(call, specs))
     flops, moved_bytes = node_flops(node, specs), node_bytes(node, specs)
     if flops:
-        return (_product(node, _shape(node, specs), flops, moved_bytes),)
+        return (_product(node, product_shape(node, specs), flops, moved_bytes),)
     return (Kernel(KernelKind.TRAFFIC, 0, moved_bytes, dtype=dtype),)
 
 
@@ -283,12 +290,15 @@ class _Reader:
                 yield weight, next(_of_scores(node, self.specs, 1, backward=True))
             return
         flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
-        batch, m, n, k = _shape(node, self.specs)
+        batch, m, n, k = product_shape(node, self.specs)
         if "attention" in node.op:  # the scores once more, and four products
             yield any_of, _product(node, (batch, m, n, k), flops * 5 // 2, 2 * moved)
             return
         first, second = node.args[:2] if len(node.args) > 1 else (None, None)
-        if first in asked or not node.refs:
+        if node.op == SCALED_LINEAR and first in asked:
+            calls, specs = gradient_calls(node, self.specs)
+            yield from ((first, kernel) for call in calls for kernel in node_kernels(call, specs))
+        elif first in asked or not node.refs:
             yield first, _product(node, (batch, m, k, n), flops, moved)
         if second in asked:
             yield second, _product(node, (batch, k, n, m), flops, moved)
@@ -353,7 +363,7 @@ def _of_scores(
 def _product(node: Node, shape: tuple[int, int, int, int], flops: int, moved_bytes: int) -> Kernel:
     attention = "attention" in node.op
     kind = KernelKind.ATTENTION if attention else KernelKind.PRODUCT
-    dtype = "float8" if node.op == SCALED else _dtype(node)
+    dtype = "float8" if node.op in SCALED else _dtype(node)
     return Kernel(kind, flops, moved_bytes, shape, dtype)
 
 
@@ -367,31 +377,3 @@ def _passed(node: Node, specs: Mapping[Ref, TensorSpec], passes: int) -> int:
     if not passes:
         return 2 * node.spec.size_bytes
     return passes * max(specs[r].size_bytes for r in node.refs)
-
-
-def _shape(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[int, int, int, int]:
-    """Batch, m, n, k of a product."""
-    op = TORCHS.get(node.op, node.op)
-    if op in RINGS:
-        b, h, m, d = specs[node.args[RINGS[op]]].shape
-        return b * h, m, d, sum(node.args[-4])
-    if op in ("merakc.attention.default", "merakc.attention_backward.default"):
-        first, second = node.args[:2] if op == "merakc.attention.default" else node.args[1:3]
-        b, h, m, d = specs[first].shape
-        return b * h, m, d, specs[second].shape[-2]
-    if op == "aten.addmm.default":
-        first, second = node.args[1:3]
-    elif op == "aten.linear.default":
-        first = node.args[0]
-        n, k = specs[node.args[1]].shape
-        return 1, specs[first].numel // k, n, k
-    elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default", SCALED):
-        first, second = node.args[:2]
-    else:
-        return 0, 0, 0, 0
-    left, right = specs[first].shape, specs[second].shape
-    k, n = left[-1], right[-1] if len(right) > 1 else 1
-    if len(right) <= 2:
-        return 1, math.prod(left[:-1]), n, k
-    m = left[-2] if len(left) > 1 else 1
-    return node.spec.numel // (m * n), m, n, k

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from merakc.errors import RecordError, ShardError, failure
+from merakc.errors import MerakError, RecordError, ShardError, failure
 from merakc.frontend.calls.forms import new_fake_mode
 from merakc.frontend.carried import check_repeats
 from merakc.frontend.functions import Apply, unchanged_arguments
@@ -35,6 +35,7 @@ from merakc.ir.program import StageGraphs
 from merakc.kernels.ops import uses_autograd
 from merakc.passes.autodiff.by_call import ByCall, UnclearError
 from merakc.passes.autodiff.interpret import interpret
+from merakc.passes.autodiff.refusals import of_unknown_size, without_derivative, writes_to
 from merakc.passes.autodiff.tracer import PLACES, Tracer
 
 ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION, OutputKind.WAIST)
@@ -78,7 +79,7 @@ def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tupl
         try:
             return trace()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise _of_unknown_size(graph, error) from error
+            raise of_unknown_size(graph, error) from error
     names = ", ".join(sorted(cls.__name__ for cls in classes))
     state = PythonState(nn.Module(), classes)
     try:
@@ -100,20 +101,6 @@ def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tupl
             "its first: a compiled step is the first; give it all that it reads as arguments"
         )
     return made
-
-
-def _of_unknown_size(graph: Graph, error: Exception) -> RecordError:
-    """The refusal of a backward whose sizes only values know, as of a write by a mask."""
-    specs = graph.specs()
-    writes = [
-        n.source for n in graph.nodes
-        if "index_put" in n.op and any(specs[r].dtype == torch.bool for r in n.refs if r in specs)
-    ]  # fmt: skip
-    where = ", ".join(dict.fromkeys(writes)) or "some line of the forward"
-    return RecordError(
-        f"{where}: the gradient of what is written by a mask is of a size that only the mask's "
-        f"values know ({error}); write torch.where(mask, values, x)"
-    )
 
 
 def _check_constants(joint: Graph) -> None:
@@ -164,7 +151,10 @@ def _trace(
             inputs = (*given, *tracer.inputs)
             return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
         own = any(uses_autograd(node.op) for node in graph.nodes)
-        return _convert(_by_torch(joint, values, seeds, own=own), graph, tangents)
+        try:
+            return _convert(_by_torch(joint, values, seeds, own=own), graph, tangents)
+        except MerakError as error:
+            raise without_derivative(graph, error) or error from error.__cause__
 
 
 def _by_call(
@@ -285,18 +275,6 @@ def _is_mutating(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _writes(graph: Graph, target: str) -> RecordError:
-    """The refusal of a backward that writes to what the forward was given."""
-    own = [n for n in graph.nodes if n.op in graph.functions]
-    lines = ", ".join(dict.fromkeys(n.source for n in own if n.source)) or "some line"
-    names = ", ".join(dict.fromkeys(n.op.split(".")[1] for n in own)) or "some"
-    return RecordError(
-        f"{lines}: the backward of a custom function ({names}) writes to '{target}', and what a "
-        "compiled backward gives are gradients alone; write it in the model's forward, or in the "
-        "loop, behind loss.backward()"
-    )
-
-
 def _convert(
     module: fx.GraphModule, graph: Graph, tangents: Sequence[Input]
 ) -> tuple[Graph, list[Ref]]:
@@ -319,7 +297,7 @@ def _convert(
         if _is_mutating(node):  # at the end, to what is given
             written = next(i for i in inputs if i.name == refs[node.args[0]].node)
             if written.kind is not InputKind.TANGENT:  # of which nobody else has the tensor
-                raise _writes(graph, (written.target or written.name).removeprefix("known."))
+                raise writes_to(graph, (written.target or written.name).removeprefix("known."))
         elif node.op == "placeholder":
             refs[node] = Ref(next(given).name)
         elif node.op == "get_attr":

@@ -30,8 +30,8 @@ from merakc.kernels.opaque import OPAQUE
 # (Korthikanti et al., "Reducing Activation Recomputation", MLSys 2023, section 5).
 KEPT_BY_SELECTIVE = frozenset(
     ("aten.mm.default", "aten.addmm.default", "aten.convolution.default", "aten.linear.default",
-     "aten._grouped_mm.default", "merakc.attention.default", "merakc.scores.default", OPAQUE,
-     *COLLECTIVES, *PIPELINED)
+     "aten._grouped_mm.default", "merakc.attention.default", "merakc.scores.default",
+     "merakc.scaled_mm.default", OPAQUE, *COLLECTIVES, *PIPELINED)
 )  # fmt: skip
 # Flow is counted in whole numbers, of which scipy takes those of 32 bits.
 MAX_FLOW = 2**31 - 1

@@ -48,7 +48,8 @@ class BatchRecording(Recording):
     says what parts of that one would make of them. `couplings` says what samples that are coupled
     are coupled with: those of the whole batch, or of their micro-batch. `dims` says where samples
     stand in the batch, where sizes do not. `unchecked` says why the parts were not compared with
-    the whole batch by numbers, if they were not. `of_whole` is what Python has read of the whole
+    the whole batch by numbers, if they were not. `scaled` are the weights whose products are to be
+    in float8. `of_whole` is what Python has read of the whole
     batch, where its parts do not say that as well, `of_batch` what is done beside computing.
     """
 
@@ -57,6 +58,7 @@ class BatchRecording(Recording):
     couplings: Couplings = field(default=WHOLE_BATCH, kw_only=True)
     dims: BatchDims = field(default_factory=dict, kw_only=True)
     unchecked: str = field(default="", kw_only=True)
+    scaled: frozenset[str] = field(default=frozenset(), kw_only=True)
     of_whole: Reads | None = field(default=None, kw_only=True)
     of_batch: BatchAside = field(default_factory=BatchAside, kw_only=True)
 
@@ -86,6 +88,8 @@ def in_parts(
         )
     told = recording.aside.unheard
     made = _split(recording, found, parts, outputs)
+    if isinstance(recording, BatchRecording):
+        made = replace(made, scaled=recording.scaled)
     return replace(made, conventions=(*made.conventions, *told)) if told else made
 
 

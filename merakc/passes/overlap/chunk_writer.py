@@ -209,6 +209,10 @@ class _Chunk:
     def _shape(self, ref: Ref) -> tuple[int, ...]:
         return self.region.layouts[ref].local_shape(self.region.count, self.rank)
 
+    def is_split(self, ref: Ref) -> bool:
+        """Whether the chunks have parts of a value."""
+        return self.region.layouts[ref].is_split
+
     def enter(self, ref: Ref) -> Ref:
         """The chunk's part of a value."""
         return self.writer.cuts[ref, id(self.region)][self.rank]

@@ -40,6 +40,7 @@ from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem
 # Where in a product's arguments its weight is.
 WEIGHT_POSITION = {
     "aten.linear.default": 1,
+    "merakc.scaled_linear.default": 1,
     "aten.addmm.default": 2,
     "aten.mm.default": 1,
     "aten.matmul.default": 1,

@@ -16,6 +16,7 @@ from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.passes.overlap.collective_matmul import WEIGHT_POSITION, product_weights
 
 GATHER, SCATTER = "merakc.gather_to.default", "merakc.reduce_scatter.default"
+SCALED_LINEAR = "merakc.scaled_linear.default"
 LINEAR, ADDMM = "aten.linear.default", "aten.addmm.default"
 GATHER_MATMUL, MATMUL_SCATTER = "merakc.gather_matmul.default", "merakc.matmul_scatter.default"
 
@@ -103,6 +104,8 @@ class FusedProducts:
     def _is_plain(self, product: Node, site: _Site) -> bool:
         """Whether a node is a product of rows with the matrix of a parameter, all of one dtype."""
         if product.name not in self.weights or product.kwargs or not product.grad:
+            return False
+        if product.op == SCALED_LINEAR:  # torch has no such op of float8 that all machines run
             return False
         rows, weight = _rows(product), _weight(product)
         if site.is_gather and (rows != Ref(site.collective.name) or product.refs.count(rows) > 1):

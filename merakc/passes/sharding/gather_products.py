@@ -21,6 +21,7 @@ from merakc.passes.sharding.rules import GATHERED
 COLUMNS = {
     "aten.linear.default": -1, "aten.addmm.default": -1, "aten.mm.default": -1,
     "aten.matmul.default": -1, "aten.bmm.default": -1, "aten.convolution.default": 1,
+    "merakc.scaled_linear.default": -1,
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ GATHERED: Final = "composite.gathered"  # a product that is whole behind it
 ROWS: Final[dict[str, Row]] = {
     # products
     "aten.linear.default": "... i, o i, ?o -> ... o",
+    "merakc.scaled_linear.default": "... i, o i -> ... o",
     "aten.addmm.default": Shape("addmm"),
     "aten.mm.default": "m i, i n -> m n",
     "aten.mv.default": "m i, i -> m",

@@ -65,6 +65,16 @@ def test_fused_products_give_the_same_step(name: str, tp: int, samples: int) -> 
     assert_equal_steps(name, tp, samples, everything(local))
 
 
+def test_products_of_float8_stay_apart() -> None:
+    local = lowered("llama", 2, 2, sequence_parallel=True).local(0, 0)
+    nodes = [
+        replace(n, op="merakc.scaled_linear.default") if n.op == "aten.linear.default" else n
+        for n in local.nodes
+    ]
+    assert FusedProducts(local).sites
+    assert not FusedProducts(local.with_nodes(nodes)).sites
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_any_products_can_be_fused(seed: int) -> None:
     pick = random.Random(seed)

@@ -37,7 +37,7 @@ from merakc.passes.sharding.spmd_ops import SPECIAL
 COUNTS = "aten.arange.default"
 # Ops that ranks with parts call in forms of their own, but with parts of rows as they are.
 PLAIN = ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.slice.Tensor",
-         "aten.linear.default", "aten.mean.dim")  # fmt: skip
+         "aten.linear.default", "merakc.scaled_linear.default", "aten.mean.dim")  # fmt: skip
 
 
 class Kind(Enum):

@@ -28,6 +28,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.choose import AT_ANY_PRICE, LIKE_LARGE, PASSES
 from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.draw_blocks import draw_blocks
 from merakc.passes.sharding.experts.blocks import Experts, find_experts
 from merakc.passes.sharding.experts.dispatch import with_experts
 from merakc.passes.sharding.experts.ends import GROUPED
@@ -38,7 +39,7 @@ from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
 from merakc.passes.sharding.sequences.heads import exchange_heads
 from merakc.passes.sharding.sequences.rings import with_rings
 from merakc.passes.sharding.sequences.sequence import MAX_DIMS, Problem, aliases_of
-from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL, draw_blocks
+from merakc.passes.sharding.spmd_ops import ATTENTION, SPECIAL
 
 ROWS_DIM = 2  # of queries
 

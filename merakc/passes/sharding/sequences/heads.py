@@ -29,6 +29,7 @@ from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.sharding.choose import PASSES
 from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.draw_blocks import draw_blocks
 from merakc.passes.sharding.experts.blocks import Experts
 from merakc.passes.sharding.factors import Factor, leaves
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
@@ -36,7 +37,7 @@ from merakc.passes.sharding.separate_heads import HEADS_DIM
 from merakc.passes.sharding.sequences.exchange import before_repeats
 from merakc.passes.sharding.sequences.gradient_sums import gradient_sums
 from merakc.passes.sharding.sequences.sequence import FIGURES
-from merakc.passes.sharding.spmd_ops import ATTENTION, draw_blocks
+from merakc.passes.sharding.spmd_ops import ATTENTION
 
 # What bytes that are exchanged count, beside those that are gathered: a little more, since of forms
 # that move as much the one with fewer collectives is better. Tests have other figures.

@@ -1,0 +1,1 @@
+"""Products of numbers of eight bits."""
