@@ -64,8 +64,8 @@ def test_fewer_ranks_share_in_as_many_shards_as_they_can(dp: int, ep: int) -> No
 
 
 def test_what_names_no_shards_is_refused_whatever_the_ranks() -> None:
-    for given in (None, "auto", "zero-3", (1, 1, 8), ["zero-0", (1, 4, 4)]):
-        check_shards(given)
+    for right in (None, "auto", "zero-3", (1, 1, 8), ["zero-0", (1, 4, 4)]):
+        check_shards(right)
     for wrong, text in (
         ("zero-4", "'zero-4' is not known"), ((1, 2), "must be three numbers"),
         (["zero-1", "zero"], "'zero' is not known"), ((1, 1, "zero-1"), "1 must be three numbers"),
