@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import load_plan
 from merakc.planner.sources.source import load_source
-from merakc.report.terminal import Terminal
+from merakc.report.terminal import QUIET, Terminal
 
 RANKS = 8  # 2 x 2 x 2: every axis, on any machine
 
@@ -50,6 +51,7 @@ def verify(
             progress.print(text, style="dim")
         told_last[0] = text
 
+    os.environ.setdefault(QUIET, "1")  # what ranks of the small model would say of themselves
     with told(progress):
         plan = load_plan(file).decisions
         given = load_source(source, sequence, trust_remote_code=trust)
