@@ -124,9 +124,10 @@ def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
         raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
     wanted = load_plan(plan).decisions.mesh.world_size
     if wanted % int(nodes) or (ranks or wanted // int(nodes)) * int(nodes) != wanted:
-        each = f" of {count_of(ranks, 'rank')}" if ranks else ""
+        given = f"--nodes {nodes}" + (f" and --ranks {ranks}" if ranks else "")
         raise ConfigError(
-            f"{plan} is of {count_of(wanted, 'rank')}, which {nodes} machines{each} are not"
+            f"{plan} is of {count_of(wanted, 'rank')}, which {given} do not make; leave --ranks "
+            "out, and give a number of machines that divides them"
         )
     return wanted // int(nodes)
 
