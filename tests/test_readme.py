@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.as_users import losses, printed, told
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
@@ -140,7 +142,7 @@ def test_the_benchmarks_start(
             runpy.run_module(f"benchmarks.{name}", run_name="__main__")
         return capsys.readouterr().out
 
-    names = [c.split(".")[1] for c in COMMANDS if c.startswith("python -m benchmarks.")]
+    names = re.findall(r"^python -m benchmarks\.(.*)$", BENCHMARKS, re.MULTILINE)
     assert names == [
         "equivalence layouts",
         "zoo",
@@ -158,3 +160,11 @@ def test_the_benchmarks_start(
 def test_the_linked_documents_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+    for target in re.findall(r"\]\(([^)#]+)\)", BENCHMARKS):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_the_benchmarks_that_are_listed_are_there() -> None:
+    for cell in re.findall(r"^\| (`.*?`) \|", BENCHMARKS, re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", cell):
+            assert find_spec(f"benchmarks.{name}"), name

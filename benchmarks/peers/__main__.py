@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.harness import DocPath, JsonPath, bar, in_a_folder
+from benchmarks.harness import DocPath, JsonPath, bar, in_a_folder, known
 from benchmarks.peers.environments import Environment
 from benchmarks.peers.lines import user_lines
 from benchmarks.peers.networks import NetworkError, network_of
@@ -101,15 +101,15 @@ def measure_all(
 
 
 def main(
-    plans: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PLANS),
+    plans: Annotated[str, typer.Option(help="Layouts, comma-separated.")] = ",".join(PLANS),
     networks: Annotated[
         str, typer.Option(help='"loopback", and rates of links as tc writes them.')
     ] = "loopback,1gbit",
     peers: Annotated[str, typer.Option(help="Modules of benchmarks.peers; all if empty.")] = "",
-    rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 5,
-    steps: Annotated[int, typer.Option(help="Of a contestant in a round.")] = 3,
-    layers: Annotated[int, typer.Option(help="Of the Llama.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Its width.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Rounds, of which the median counts.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of a contestant in a round.")] = 3,
+    layers: Annotated[int, typer.Option(help="Layers of the Llama.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Width of the Llama.")] = 256,
     cache: Annotated[Path, typer.Option(help="Where peers are installed.")] = CACHE,
     json_path: JsonPath = None,
     resume: Annotated[
@@ -125,14 +125,16 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     console = Console()
     console.width = max(console.width, WIDTH)
-    base, names = Training(layers=layers, hidden=hidden), plans.split(",")
+    base, names = Training(layers=layers, hidden=hidden), known(plans, PLANS, "--plans")
     store = Store(json_path, {"rounds": rounds, "steps": steps, "peers": peers})
-    known = store.tables(base) if resume else ()
+    earlier = store.tables(base) if resume else ()
+    every = {entry.peer for name in PLANS for entry in entries(training_of(name, base))}
+    known(peers, sorted(every), "--peers")
     listed = [e for name in names for e in chosen(entries(training_of(name, base)), peers)]
     needed = {NEEDS[entry.peer] for entry in listed if entry.peer in NEEDS}
     with console.status("installing peers"):
         environments, missing = make_environments(needed, cache)
-    comparison = Comparison(base, peers, rounds, steps, environments, missing, known)
+    comparison = Comparison(base, peers, rounds, steps, environments, missing, earlier)
     results, notes = measure_all(comparison, names, networks.split(","), console, store.keep)
     notes += [f"{name}: {why}" for name, why in (missing | ABSENT).items()] + failures(results)
     wrong = complaints(results)

@@ -6,12 +6,14 @@ arguments that cannot be used. A command's module is imported when that command 
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -54,6 +56,12 @@ def _is_unread(out: os.stat_result) -> bool:
     return failed or not os.path.samestat(out, os.fstat(1))
 
 
+def _help(command: Callable[..., None]) -> str:
+    """A command's docstring with a paragraph a line, so that any terminal's width breaks it."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
 class _Commands(TyperGroup):
     """The commands by their names."""
 
@@ -71,6 +79,14 @@ class _Commands(TyperGroup):
         """All of them."""
         return [*COMMANDS]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of that name. For one that is none the error names the nearest one."""
+        if args and args[0] not in COMMANDS:
+            near = get_close_matches(args[0], COMMANDS, 1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            ctx.fail(f"No such command '{args[0]}'.{hint}")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The one of that name."""
         if cmd_name not in COMMANDS:
@@ -81,8 +97,8 @@ class _Commands(TyperGroup):
         app = getattr(module, "app", None)
         if app is None:
             app = typer.Typer(add_completion=False)
-            settings = getattr(module, "SETTINGS", None)
-            app.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
+            function, settings = getattr(module, cmd_name), getattr(module, "SETTINGS", None)
+            app.command(cmd_name, help=_help(function), context_settings=settings)(function)
         found = get_command(app)
         found.name = cmd_name
         return found
@@ -103,7 +119,8 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def _own_process(
     _: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say which.")
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     leave_garbage()

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,11 +16,16 @@ from merakc.cli.console import (
     NO,
     PRICED,
     AsJson,
+    DataParallel,
+    Drawing,
+    Figures,
     Limit,
     Offload,
+    PipelineRanks,
     SharingExperts,
     SharingSequences,
     StateShards,
+    TensorParallel,
     Tokens,
     TrustCode,
     answer,
@@ -52,13 +56,14 @@ Counts = Annotated[
     str, typer.Option(help="Devices: 64, or 8,16, or 8:64 (doubled), or fewest (that fit).")
 ]
 Prices = Annotated[
-    str | None, typer.Option(help="Of a device for an hour; one for each of the machines.")
+    str | None,
+    typer.Option(help="Price of a device for an hour; one for all machines, or for each."),
 ]
 Utilization = Annotated[
-    float | None, typer.Option(help="The smallest batch, doubled or halved, that keeps it.")
+    float | None, typer.Option(help="Look for the smallest batch that keeps this MFU: 0.4.")
 ]
 Near = Annotated[
-    bool, typer.Option("--near", help="Also with each degree that is given halved, doubled.")
+    bool, typer.Option("--near", help="Also try each degree that is given halved and doubled.")
 ]
 
 
@@ -71,9 +76,9 @@ def budget(
     tokens: Tokens = None,
     price: Prices = None,
     mfu: Utilization = None,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
+    dp: DataParallel = None,
+    tp: TensorParallel = None,
+    pp: PipelineRanks = None,
     near: Near = False,
     cp: SharingSequences = None,
     ep: SharingExperts = None,
@@ -81,8 +86,8 @@ def budget(
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     offload: Offload = "none",
     precision: Annotated[str, typer.Option(help="bf16-, fp8-, fp16-mixed or none.")] = "bf16-mixed",
-    table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
+    table: Figures = None,
+    picture: Drawing = None,
     limit: Limit = None,
     trust: TrustCode = False,
     as_json: AsJson = False,

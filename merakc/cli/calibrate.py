@@ -47,11 +47,17 @@ def calibrate(
         "cluster.toml"
     ),
     ranks: Annotated[
-        int | None, typer.Option(help="Local ranks; all GPUs, or one CPU rank.", min=1)
+        int | None,
+        typer.Option(help="Local ranks.", show_default="one for each GPU, or one", min=1),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or auto.", show_default="auto")
+    ] = None,
     runs: Annotated[
-        list[Path] | None, typer.Option("--from", help="Ledgers of runs, to correct the model by.")
+        list[Path] | None,
+        typer.Option(
+            "--from", help="A ledger to correct the cost model by; may be given several times."
+        ),
     ] = None,
     skip: Skip = None,
     as_json: AsJson = False,

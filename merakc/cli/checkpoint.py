@@ -36,7 +36,10 @@ from merakc.train.checkpoints.manifest import (
     stored_name,
 )
 
-app = typer.Typer(no_args_is_help=True, help="Show, verify, convert and compare checkpoints.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False,
+    help="Show, verify, convert and compare checkpoints.",
+)  # fmt: skip
 Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
 Either = Annotated[
     Path, typer.Argument(help="A checkpoint, a folder of safetensors, or a .pt file.")
@@ -144,7 +147,9 @@ def verify(folder: Folder) -> None:
 def convert(
     source: Either,
     target: Annotated[Path, typer.Argument(help="A new folder, or a .pt file.")],
-    dtype: Annotated[str | None, typer.Option(help="Of the weights: bfloat16, float32, …")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="The weights' dtype: bfloat16, float32, …")
+    ] = None,
     experts: Annotated[
         Experts | None, typer.Option(help="One tensor a layer (packed), or one an expert (split).")
     ] = None,

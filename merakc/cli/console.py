@@ -16,12 +16,11 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
 from merakc.files.reading import read_text
 from merakc.report.run import WARM_UP_STEPS
-from merakc.report.terminal import QUIET, Terminal
+from merakc.report.terminal import QUIET, Terminal, changing_line
 from merakc.report.yields import Goal, parse_count
 
 NO, UNUSABLE = 1, 2
@@ -33,31 +32,53 @@ TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a config names.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-StateShards = Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")]
+SampleTokens = Annotated[int | None, typer.Option("--seq", help="Tokens of a sample.", min=1)]
+DataParallel = Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)]
+TensorParallel = Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)]
+PipelineRanks = Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)]
+MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches of each dp rank.", min=1)]
+Figures = Annotated[Path | None, typer.Option("--csv", help="Write the figures to this file.")]
+Drawing = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the figures: a .png, .svg or .pdf.")
+]
+StateShards = Annotated[
+    str | None,
+    typer.Option(
+        help="zero-0 to zero-3, or the shards of parameters, gradients and optimizer state: 1,1,8."
+    ),
+]
 SharingSequences = Annotated[
-    int | None, typer.Option("--cp", help="Ranks that share sequences.", min=1)
+    int | None, typer.Option("--cp", help="Ranks over which a sequence is split.", min=1)
 ]
 SharingExperts = Annotated[
-    int | None, typer.Option("--ep", help="Ranks that share experts too.", min=1)
+    int | None, typer.Option("--ep", help="Ranks over which experts are split.", min=1)
 ]
 LoadOfExperts = Annotated[
     str | None,
-    typer.Option("--expert-load", help="Tokens by expert, to predict with: 4,2,1,1, or a file."),
+    typer.Option(
+        "--expert-load", help="Tokens that each expert is taken to get: 4,2,1,1, or a file."
+    ),
 ]
 Tokens = Annotated[
-    str | None, typer.Option(help="Of a whole training (300B, 1.5T): days, energy, price of it.")
+    str | None,
+    typer.Option(
+        help="Tokens of a whole training (300B, 1.5T), of which days, energy and price are told."
+    ),
 ]
 Limit = Annotated[
-    float | None, typer.Option(help="Seconds after which the best so far is taken.", min=0.001)
+    float | None,
+    typer.Option(help="Seconds after which the search ends with the best so far.", min=0.001),
 ]
 Offload = Annotated[
-    str, typer.Option(help="none, auto, optimizer, activations, parameters, or how much.")
+    str, typer.Option(help="none, auto, optimizer, activations, parameters, or how much (8GiB).")
 ]
 Skip = Annotated[
     int | None,
-    typer.Option(help=f"Steps of a run that warm up, {WARM_UP_STEPS}: they are left out.", min=0),
+    typer.Option(
+        help="First steps of a run that are left out.", show_default=f"{WARM_UP_STEPS}", min=0
+    ),
 ]
-Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", min=0)]
+Price = Annotated[float | None, typer.Option(help="Price of a device for an hour.", min=0)]
 
 
 def progress_console() -> Terminal:
@@ -89,8 +110,8 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
 
         yield tell
         return
-    with console.status(Text(text)) as status:
-        yield lambda now: status.update(Text(now))
+    with changing_line(console, text) as line:
+        yield lambda now: line.update(line.task_ids[0], description=now)
 
 
 @contextmanager

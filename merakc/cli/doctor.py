@@ -30,16 +30,21 @@ STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 def doctor(
     as_json: AsJson = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Train on the GPUs: kernels, equality, speed; minutes.")
+        bool, typer.Option("--gpu", help="Check the GPUs by training on them, for some minutes.")
     ] = False,
     output: Annotated[
-        list[Path] | None, typer.Option("-o", "--output", help="With --gpu: .html, .json.")
+        list[Path] | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="With --gpu: write the report, a .html or .json; may be given several times.",
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="With --gpu: cuda, which is usual, or cpu to try it.")
+        str | None, typer.Option(help="With --gpu: cuda or cpu.", show_default="cuda")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="With --gpu: checks with this in their name.")
+        str | None, typer.Option(help="With --gpu: only the checks with this in their name.")
     ] = None,
 ) -> None:
     """Check versions, devices, communication and settings of this machine, with remedies.

@@ -12,7 +12,14 @@ from rich import box
 from rich.table import Table
 
 from merakc.batches.split import call_arguments
-from merakc.cli.console import TrustCode, check_outputs, progress_console, told, working
+from merakc.cli.console import (
+    SampleTokens,
+    TrustCode,
+    check_outputs,
+    progress_console,
+    told,
+    working,
+)
 from merakc.costs.work.flops import node_flops
 from merakc.errors import ConfigError
 from merakc.frontend.record import record
@@ -33,11 +40,13 @@ def graph(
     source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="A .json, .graphml or .txt file.")],
     file: Annotated[
-        Path | None, typer.Option("--plan", help="A plan of the model: its stages and splits.")
+        Path | None,
+        typer.Option("--plan", help="A plan of the model, to tell its stages and splits too."),
     ] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
+    sequence: SampleTokens = None,
     samples: Annotated[
-        int | None, typer.Option(help="Of a micro-batch; the plan's, or 1.", min=1)
+        int | None,
+        typer.Option(help="Samples of a micro-batch.", show_default="the plan's, or 1", min=1),
     ] = None,
     trust: TrustCode = False,
 ) -> None:

@@ -35,17 +35,22 @@ SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 def launch(
     script: Annotated[Path, typer.Argument(help="The training script.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Of this machine; one a GPU, or a core.", min=1)
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own arguments.")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="As many ranks as this plan has.")] = None,
-    nodes: Annotated[str, typer.Option(help="Machines: a number, or at least:at most.")] = "1",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help="Ranks of this machine.", show_default="one for each GPU, or core", min=1
+        ),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Start as many ranks as this plan has.")] = None,
+    nodes: Annotated[str, typer.Option(help="Number of machines, or a range: 2:4.")] = "1",
     rendezvous: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the first of several machines.")
+        str | None, typer.Option(help="HOST:PORT of the first machine, where there are several.")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(help="How often a job that lost a rank begins again.", min=0)
+        int, typer.Option(help="How often a job that lost a rank is started again.", min=0)
     ] = 0,
 ) -> None:
     """Run a training script on all ranks of this machine, by torchrun, its settings made."""
@@ -119,9 +124,10 @@ def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
         raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
     wanted = load_plan(plan).decisions.mesh.world_size
     if wanted % int(nodes) or (ranks or wanted // int(nodes)) * int(nodes) != wanted:
-        each = f" of {count_of(ranks, 'rank')}" if ranks else ""
+        given = f"--nodes {nodes}" + (f" and --ranks {ranks}" if ranks else "")
         raise ConfigError(
-            f"{plan} is of {count_of(wanted, 'rank')}, which {nodes} machines{each} are not"
+            f"{plan} is of {count_of(wanted, 'rank')}, which {given} do not make; leave --ranks "
+            "out, and give a number of machines that divides them"
         )
     return wanted // int(nodes)
 

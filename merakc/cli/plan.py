@@ -13,13 +13,18 @@ from merakc.cli.clusters import HELP, machines
 from merakc.cli.console import (
     NO,
     AsJson,
+    DataParallel,
     Limit,
     LoadOfExperts,
+    MicroBatches,
     Offload,
+    PipelineRanks,
     Price,
+    SampleTokens,
     SharingExperts,
     SharingSequences,
     StateShards,
+    TensorParallel,
     Tokens,
     TrustCode,
     check_outputs,
@@ -49,10 +54,16 @@ Model = Annotated[
     str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
 ]
 Ranks = Annotated[
-    int | None, typer.Option(help="Devices, one rank each; all of the cluster's.", min=1)
+    int | None, typer.Option(help="Devices, one rank each.", show_default="the cluster's", min=1)
 ]
 Overlap = Annotated[
-    int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
+    int | None,
+    typer.Option(
+        help="Parts of a micro-batch that tp's collectives run under; 0: they block.", min=0
+    ),
+]
+Mixed = Annotated[
+    str | None, typer.Option(help="bf16-, fp8- or fp16-mixed.", show_default="the model's dtypes")
 ]
 Output = Annotated[Path, typer.Option("-o", "--output", help="The plan file.")]
 
@@ -61,20 +72,20 @@ def plan(
     source: Model,
     batch: Annotated[int, typer.Option(help="Samples a step, over all ranks.", min=1)],
     output: Output = Path("plan.json"),
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
+    sequence: SampleTokens = None,
     ranks: Ranks = None,
     cluster: Annotated[str, typer.Option(help=HELP)] = "h100",
-    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    dp: DataParallel = None,
+    tp: TensorParallel = None,
     cp: SharingSequences = None,
     ep: SharingExperts = None,
     expert_load: LoadOfExperts = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
+    pp: PipelineRanks = None,
+    micro_batches: MicroBatches = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
     recompute: Recompute = "auto",
     state_shards: StateShards = None,
-    precision: Annotated[str | None, typer.Option(help="bf16-, fp8- or fp16-mixed.")] = None,
+    precision: Mixed = None,
     overlap: Overlap = None,
     offload: Offload = "none",
     tokens: Tokens = None,

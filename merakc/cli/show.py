@@ -11,6 +11,7 @@ from rich.text import Text
 from merakc.cli.console import (
     AsJson,
     Price,
+    SampleTokens,
     Tokens,
     TrustCode,
     check_outputs,
@@ -42,10 +43,10 @@ def show(
         str | None,
         typer.Option(metavar="SOURCE", help="The plan's model: tell what each pass does to it."),
     ] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", help="As for `plan`.", min=1)] = None,
+    sequence: SampleTokens = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="With --passes: the machines that seconds are of; the plan's."),
+        typer.Option(help="With --passes: machines to tell seconds of.", show_default="the plan's"),
     ] = None,
     tokens: Tokens = None,
     price: Price = None,

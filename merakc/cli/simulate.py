@@ -14,8 +14,13 @@ from merakc.cli.clusters import HELP, machines, machines_of, product_dtype
 from merakc.cli.console import (
     NO,
     AsJson,
+    DataParallel,
+    MicroBatches,
+    PipelineRanks,
     Price,
+    SampleTokens,
     SharingSequences,
+    TensorParallel,
     Tokens,
     TrustCode,
     answer,
@@ -38,23 +43,24 @@ SHARES = ("bubble", "mfu")
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    file: Annotated[Path, typer.Argument(help="A plan file.")],
     source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
-    sequence: Annotated[int | None, typer.Option("--seq", help="As for `plan`.", min=1)] = None,
+    sequence: SampleTokens = None,
     made_for: Annotated[
-        str | None, typer.Option("--from", help=f"The machines before; those of the plan. {HELP}")
+        str | None,
+        typer.Option("--from", help=f"The machines before. {HELP}", show_default="the plan's"),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="The machines after, if others.", show_default=False)
+        str | None, typer.Option(help="Other machines than those before.", show_default=False)
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples a step, all ranks.", min=1)] = None,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples a step.", min=1)] = None,
+    dp: DataParallel = None,
+    tp: TensorParallel = None,
     cp: SharingSequences = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
-    schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan after.")] = None,
+    pp: PipelineRanks = None,
+    micro_batches: MicroBatches = None,
+    schedule: Annotated[str | None, typer.Option(help="A schedule's name.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The new plan.")] = None,
     tokens: Tokens = None,
     price: Price = None,
     trust: TrustCode = False,

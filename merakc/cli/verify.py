@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,27 +14,25 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from merakc.cli.console import NO, AsJson, TrustCode, progress_console, told
+from merakc.cli.console import NO, AsJson, SampleTokens, TrustCode, progress_console, told
 from merakc.equality.check import STEPS, CheckResult, check_plan
 from merakc.files.printable import count_of
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import load_plan
 from merakc.planner.sources.source import load_source
-from merakc.report.terminal import Terminal
+from merakc.report.terminal import QUIET, Terminal
 
 RANKS = 8  # 2 x 2 x 2: every axis, on any machine
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    file: Annotated[Path, typer.Argument(help="A plan file.")],
     source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
-    sequence: Annotated[
-        int | None, typer.Option("--seq", help="As in `merakc plan`.", min=1)
-    ] = None,
+    sequence: SampleTokens = None,
     ranks: Annotated[int, typer.Option(help="Local processes, at most.", min=1)] = RANKS,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", help="Seconds, for the ranks.", min=1)
+        float, typer.Option("--timeout", help="Seconds that the ranks may take.", min=1)
     ] = 300.0,
     trust: TrustCode = False,
     as_json: AsJson = False,
@@ -52,6 +51,7 @@ def verify(
             progress.print(text, style="dim")
         told_last[0] = text
 
+    os.environ.setdefault(QUIET, "1")  # what ranks of the small model would say of themselves
     with told(progress):
         plan = load_plan(file).decisions
         given = load_source(source, sequence, trust_remote_code=trust)

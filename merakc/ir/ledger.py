@@ -136,7 +136,11 @@ def read_ledger(path: str | Path) -> Ledger:
     try:
         lines = read_text(path, MOST_LEDGER_BYTES).splitlines()
     except (OSError, ValueError) as error:
-        raise LedgerError(f"{path}: not a readable ledger ({error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise LedgerError(
+            f"{path}: not a readable ledger ({why}); give the file that auto_parallel(ledger=...) "
+            "wrote"
+        ) from error
     if not lines:
         raise LedgerError(f"{path}: is empty; give the file of a run that took a step")
     found: list[Any] = []

@@ -143,7 +143,20 @@ def stages_given(given: ShardsGiven | None) -> int | None:
     return len(given)
 
 
+def check_shards(given: ShardsGiven | None) -> None:
+    """Raises `ConfigError` for what names no shards, whatever the ranks and stages."""
+    if given is not None and given != AUTO:
+        for one in [given] if stages_given(given) is None else given:
+            _shards(one, 1)  # type: ignore[arg-type]
+
+
 def _parse(given: str | Sequence[int], ranks: int) -> StateShards:
+    shards = _shards(given, ranks)
+    shards.check(ranks)
+    return shards
+
+
+def _shards(given: str | Sequence[int], ranks: int) -> StateShards:
     if isinstance(given, str):
         if given not in ZERO:
             raise ConfigError(
@@ -151,14 +164,12 @@ def _parse(given: str | Sequence[int], ranks: int) -> StateShards:
                 "or give the numbers of shards of parameters, gradients and optimizer state"
             )
         given = [count or ranks for count in ZERO[given]]
-    if len(given) != 3:
+    if not isinstance(given, Sequence) or len(given) != 3:
         raise ConfigError(
             f"state_shards {given!r} must be three numbers of shards: of parameters, gradients and "
             "optimizer state"
         )
-    shards = StateShards(*given)
-    shards.check(ranks)
-    return shards
+    return StateShards(*given)
 
 
 def lattice(ranks: int) -> Iterator[StateShards]:

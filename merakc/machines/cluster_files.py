@@ -70,8 +70,9 @@ def load_cluster(path: str | Path) -> Hardware:
     try:
         text = read_text(place)
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ClusterError(
-            f"{place}: cannot be read as a cluster file ({error}){_meant(str(path))}; give the "
+            f"{place}: cannot be read as a cluster file ({why}){_meant(str(path))}; give the "
             "path of a TOML file, or one of "
             f"{', '.join({**NOMINAL, **dict.fromkeys(preset_names())})}"
         ) from None

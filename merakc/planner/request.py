@@ -18,7 +18,7 @@ from merakc.ir.offload import NONE, parse_offload
 from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
-from merakc.ir.state import AUTO, ShardsGiven
+from merakc.ir.state import AUTO, ShardsGiven, check_shards
 from merakc.ir.strategy import DECISIONS, Strategy
 from merakc.schedules.registry import NAMES
 from merakc.schedules.text import format_schedule, parse_schedule
@@ -194,6 +194,7 @@ def meshes(request: Request) -> list[Mesh]:
 def check_request(request: Request, batch_size: int) -> None:
     """Raises `ConfigError` where what is fixed divides neither ranks nor batch, or is not known."""
     check_recompute(request.recompute)
+    check_shards(request.state_shards)
     parse_offload(request.offload)
     for name, value in (("ranks", request.world_size), ("samples a step", batch_size)):
         if not 1 <= value <= MOST:

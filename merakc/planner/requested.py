@@ -26,7 +26,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.recompute import parse_budget
-from merakc.ir.state import parse_shards
+from merakc.ir.state import check_shards, parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
 from merakc.planner.request import Request, check_request, meshes, micro_batches_for, with_schedule
 from merakc.planner.search import ALWAYS_RECOMPUTES
@@ -114,6 +114,7 @@ def _checked(fixed: Request) -> Request:
     """What is fixed, understood. Raises `ConfigError` for what is none of its kind."""
     fixed = replace(fixed, recompute=str(fixed.recompute), offload=str(fixed.offload))
     check_recompute(fixed.recompute)
+    check_shards(fixed.state_shards)
     parse_offload(fixed.offload)
     total = fixed.total_batch_size
     if total is not None:

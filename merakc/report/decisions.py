@@ -24,8 +24,10 @@ class Section:
     note: str = ""
 
 
-def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
-    """The degrees and the other decisions for the whole plan, by name."""
+def plan_facts(file: PlanFile, *, predicted: bool = True) -> list[tuple[str, str]]:
+    """The degrees and the other decisions for the whole plan, by name; and what is `predicted`,
+    which a report's verdict tells too.
+    """
     plan = file.decisions
     mesh = f"{plan.shown_degrees} = {count_of(plan.mesh.world_size, 'rank')}"
     each = f": {plan.batch_size:,} on each dp rank" if plan.dp > 1 else ""
@@ -49,7 +51,7 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
         facts.append(("tokens", _load(plan)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
-    if file.prediction:
+    if predicted and file.prediction:
         facts.insert(4, ("predicted", _prediction(file.prediction, plan)))
     return facts
 
@@ -257,8 +259,9 @@ def _head(head: CoupledLoss) -> Section:
 
 
 def _cut(cut: CutReport, stages: int) -> Section:
+    by = {"dp": "dynamic programming", "metis": "METIS"}.get(cut.winner, cut.winner)
     rows = [
-        ("chosen: " + cut.winner, f"{cut.load:.3f}", format_bytes(cut.cut_bytes), ""),
+        (f"chosen: {by}", f"{cut.load:.3f}", format_bytes(cut.cut_bytes), ""),
         (
             "METIS' proposal",
             f"{cut.metis_load:.3f}",

@@ -92,7 +92,8 @@ def _cards(report: Report) -> Markup:
 
 
 def _body(file: PlanFile) -> Iterator[Markup]:
-    facts = [join(tag("dt", name), tag("dd", value)) for name, value in plan_facts(file)]
+    found = plan_facts(file, predicted=file.report is None)
+    facts = [join(tag("dt", name), tag("dd", value)) for name, value in found]
     yield tag("section", tag("h2", "The plan"), tag("dl", *facts))
     if file.report is not None:
         yield from _costs(file.report)

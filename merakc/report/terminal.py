@@ -1,4 +1,6 @@
-"""The terminal that everything is printed to: nothing in a name or a text can steer it."""
+"""The terminal that everything is printed to: nothing in a name or a text can steer it. The line
+that says there what is being done.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Column
+from rich.text import Text
 
 from merakc.files.printable import printable
 
@@ -41,3 +46,24 @@ class Terminal(Console):
         """The segments of what is printed; those of text hold no control characters."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
+
+
+class _Doing(ProgressColumn):
+    """What is being done. Where the line is too narrow it is cut, and not the time behind it."""
+
+    def render(self, task: Task) -> Text:
+        """The text, in one line."""
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
+def changing_line(console: Console, text: str) -> Progress:
+    """A line of a terminal that says what is being done, `text` first, and for how long. It is
+    shown between `start` and `stop`; `update` of its only task, by its `description`, changes it.
+    """
+    spinner, time = (Column(no_wrap=True) for _ in range(2))
+    line = Progress(
+        SpinnerColumn(table_column=spinner), _Doing(), TimeElapsedColumn(table_column=time),
+        console=console, transient=True, refresh_per_second=4,
+    )  # fmt: skip
+    line.add_task(text)
+    return line

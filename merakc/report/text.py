@@ -48,6 +48,6 @@ def _table(section: Section) -> Group:
 
 def _header(file: PlanFile) -> Panel:
     grid = Table.grid(padding=(0, 2))
-    for name, value in plan_facts(file):
+    for name, value in plan_facts(file, predicted=file.report is None):
         grid.add_row(Text(name, style="dim"), Text(value))
     return Panel(grid, title=Text(file.decisions.model), title_align="left", expand=False)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch.distributed as dist
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from merakc.errors import MerakWarning
 from merakc.frontend.regions import WHY as DYNAMIC
@@ -23,7 +23,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.report.decisions import plan_facts
-from merakc.report.terminal import QUIET, Terminal
+from merakc.report.terminal import QUIET, Terminal, changing_line
 
 # The share of the forward's arithmetic from which on it matters that a part runs as it is.
 WORTH_TELLING = 0.01
@@ -44,9 +44,7 @@ class Teller:
         self.live: Progress | None = None
         self.notes: dict[str, str] = {}
         if terminal is not None and terminal.is_terminal:
-            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-            self.live = Progress(*columns, console=terminal, transient=True, refresh_per_second=4)
-            self.live.add_task("")
+            self.live = changing_line(terminal, self._text(""))
             self.live.start()
 
     def begin(self, step: str) -> None:
@@ -56,8 +54,7 @@ class Teller:
 
     def tell(self, detail: str) -> None:
         """What is being done in this step."""
-        text = f"merakc: {STEPS[self.at]} ({self.at + 1} of {len(STEPS)})"
-        text += f": {detail}" if detail else ""
+        text = self._text(detail)
         now_s = time.monotonic()
         if self.live is not None:
             self.live.update(self.live.task_ids[0], description=text)
@@ -80,6 +77,10 @@ class Teller:
         if self.live is not None:
             self.live.stop()
             self.live = None
+
+    def _text(self, detail: str) -> str:
+        text = f"merakc: {STEPS[self.at]} ({self.at + 1} of {len(STEPS)})"
+        return f"{text}: {detail}" if detail else text
 
     def _line(self, text: str) -> None:
         assert self.terminal is not None

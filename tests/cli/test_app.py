@@ -38,6 +38,21 @@ def test_the_version_is_said() -> None:
     assert run("--version") == f"merakc {__version__}\n"
 
 
+def test_for_a_command_that_is_none_the_nearest_is_named() -> None:
+    assert "No such command 'chekpoint'. Did you mean 'checkpoint'?" in run("chekpoint", code=2)
+    assert "No such command 'xyz'." in run("xyz", code=2)
+    assert "Did you mean" not in run("xyz", code=2)
+
+
+def test_help_is_broken_by_the_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    said = run("--help")
+    assert "compare loss, every gradient and the updated weights with one process." in said
+    assert "the dims that are split over tp. JSON is networkx's" in run("graph", "--help")
+    assert "[default: (the cluster's)]" in run("plan", "--help")
+    assert "--install-completion" not in run("checkpoint", "--help")
+
+
 def test_one_is_no_plural(tmp_path: Path) -> None:
     asked = ["tests.small_source:small", "--ranks", "1", "--batch", "1", "--cluster", "cpu"]
     file = str(tmp_path / "plan.json")

@@ -92,7 +92,10 @@ def _json(printed: str) -> str:
     [
         (("--device", "tpu"), "--device tpu: is not known"),
         (("--device", "cuda"), "there is no GPU that torch can use"),
-        (("--from", "none.jsonl"), "LedgerError: none.jsonl: not a readable ledger"),
+        (
+            ("--from", "none.jsonl"),
+            "none.jsonl: not a readable ledger (No such file or directory); give the file that",
+        ),
         (("--device", "cpu", "-o", "no/such/folder/c.toml"), "give another path"),
     ],
 )

@@ -80,7 +80,10 @@ def test_what_does_not_fit_is_exit_code_1(file: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--cluster", "moon"), "ClusterError: moon: cannot be read as a cluster file"),
+        (
+            ("--cluster", "moon"),
+            "ClusterError: moon: cannot be read as a cluster file (No such file",
+        ),
         (
             ("--cluster", "h100:1", "--dp", "16", "--batch", "64"),
             "32 ranks are asked for and it has 8 devices",

@@ -16,6 +16,7 @@ from merakc.cli import verify as module
 from merakc.cli.app import app
 from merakc.equality.check import CheckResult, Row, check_plan
 from merakc.ir.plan_file import load_plan
+from merakc.report.terminal import QUIET
 
 SOURCE = "tests.small_source:small"
 PLAN = ["plan", SOURCE, "--ranks", "4", "--batch", "8", "--cluster", "cpu", "--dp", "2", "--tp",
@@ -35,8 +36,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def test_a_right_plan_is_equal(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_plan_is_equal(
+    file: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     results: list[CheckResult] = []
+    monkeypatch.delenv(QUIET)
 
     def kept(*given: Any, **options: Any) -> CheckResult:
         results.append(check_plan(*given, **options))
@@ -47,6 +51,7 @@ def test_a_right_plan_is_equal(file: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert "equal to one process" in printed
     assert "state shards 1, 2, 2" in printed
     assert "training on 2 local ranks, float64" in printed
+    assert "is ready after" not in capfd.readouterr().err  # of the small model, on its ranks
     asked = Mock(return_value=results[0])  # the same, as another command shows it
     monkeypatch.setattr(module, "check_plan", asked)
     found = CliRunner().invoke(app, ["verify", file, SOURCE, "--json"])

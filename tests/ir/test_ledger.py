@@ -87,7 +87,9 @@ def test_what_is_no_ledger(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(LedgerError, match=message):
         read_ledger(path)
-    with pytest.raises(LedgerError, match="not a readable ledger"):
+    with pytest.raises(
+        LedgerError, match=r"not a readable ledger .*; give the file that auto_parallel"
+    ):
         read_ledger(tmp_path / "none.jsonl")
 
 

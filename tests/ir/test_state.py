@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from merakc.errors import ConfigError
-from merakc.ir.state import StateShards, lattice
+from merakc.ir.state import StateShards, check_shards, lattice
 
 
 def test_the_named_points_are_in_the_lattice() -> None:
@@ -61,3 +61,15 @@ def test_fewer_ranks_share_in_as_many_shards_as_they_can(dp: int, ep: int) -> No
         assert all(a % b == 0 for a, b in zip(shards.counts, own.counts, strict=True))
     assert StateShards(1, dp * ep, dp * ep, 4).within(dp) == StateShards(1, dp, dp, 4)
     assert StateShards(dp, dp, dp).within(dp) == StateShards(dp, dp, dp)
+
+
+def test_what_names_no_shards_is_refused_whatever_the_ranks() -> None:
+    for right in (None, "auto", "zero-3", (1, 1, 8), ["zero-0", (1, 4, 4)]):
+        check_shards(right)
+    for wrong, text in (
+        ("zero-4", "'zero-4' is not known"), ((1, 2), "must be three numbers"),
+        (["zero-1", "zero"], "'zero' is not known"), ((1, 1, "zero-1"), "1 must be three numbers"),
+        ((1, 3, 8), "must"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=text):
+            check_shards(wrong)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import merakc
 from merakc.batches.dims import parse_batch_dims
 from merakc.errors import ConfigError
 from merakc.ir.batches import Rows
-from merakc.planner.request import Request
+from merakc.planner.request import Request, check_request
 from merakc.planner.requested import first_parts, requested
 from tests.report.test_text import tiny_plan
 
@@ -43,6 +43,10 @@ def test_what_is_given_is_checked_before_the_model() -> None:
     request = Request(1, 0, batch_dims=parse_batch_dims({"y": 0}))
     with pytest.raises(ConfigError, match="batch_dims names 'y'"):
         requested(request, None, batch)
+    with pytest.raises(ConfigError, match="state_shards 'zero-4' is not known"):
+        requested(Request(1, 0, state_shards="zero-4"), None, batch)
+    with pytest.raises(ConfigError, match=r"state_shards \(1, 2\) must be three numbers"):
+        check_request(Request(1, 0, state_shards=(1, 2)), 4)
 
 
 def test_the_batch_of_the_whole_job_divides_over_ranks() -> None:

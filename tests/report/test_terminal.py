@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from merakc.report.charts.markup import tag
-from merakc.report.terminal import Terminal
+from merakc.report.terminal import Terminal, changing_line
 
 
 def test_texts_are_neither_markup_nor_escape_sequences() -> None:
@@ -45,3 +45,16 @@ def test_nothing_is_said_where_nobody_reads_on(stream: str) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: closed}
         done = subprocess.run([sys.executable, "-c", code], check=False, **pipes)
     assert (done.returncode, done.stdout or b"", done.stderr or b"") == (141, b"", b"")
+
+
+def test_a_narrow_line_cuts_what_is_being_done_and_not_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Terminal, "is_terminal", True)
+    page = io.StringIO()
+    with changing_line(Terminal(file=page, width=40), "reading [/red]") as line:
+        line.refresh()
+        line.update(line.task_ids[0], description="planning dp=2 tp=1 pp=2, 4 micro-batches")
+        line.refresh()
+    assert "reading [/red] 0:00:00" in page.getvalue()
+    assert "planning dp=2 tp=1 pp=2, 4 mi… 0:00:00" in page.getvalue()

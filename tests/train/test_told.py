@@ -97,3 +97,12 @@ def test_without_a_terminal_a_line_comes_every_few_seconds(monkeypatch: pytest.M
     assert begun == [
         ["merakc: choosing a plan (2 of 4)", "6 s"], ["merakc: choosing a plan (2 of 4)", "12 s"],
     ]  # fmt: skip
+
+
+def test_the_first_step_is_told_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Terminal, "is_terminal", True)
+    written = io.StringIO()
+    teller = Teller(Terminal(file=written, width=80))
+    teller.begin("choosing a plan")
+    teller.close()
+    assert "merakc: recording the forward (1 of 4) 0:00:00" in written.getvalue()

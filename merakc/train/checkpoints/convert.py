@@ -60,7 +60,10 @@ def read_contents(path: Path, *, weights_alone: bool = False) -> Contents:
         return weights_only(found) if weights_alone else found
     if path.suffix in TORCH:
         return _of_torch(path, weights_alone=weights_alone)
-    raise CheckpointError(f"{path} is neither a folder nor a file of torch's ({', '.join(TORCH)})")
+    raise CheckpointError(
+        f"{path} is neither a folder nor a file of torch's ({', '.join(TORCH)}); give a "
+        "checkpoint, a folder of safetensors files, or such a file"
+    )
 
 
 def _of_checkpoint(folder: Path) -> Contents:

@@ -142,7 +142,8 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_text(path, MOST_BYTES)
     except OSError as error:
         if not folder.exists():
-            raise CheckpointError(f"{folder}: there is no such folder{_beside(folder)}") from None
+            meant = _beside(folder) or "; give one that merakc.save wrote"
+            raise CheckpointError(f"{folder}: there is no such folder{meant}") from None
         raise CheckpointError(
             f"{folder} is no checkpoint: {path.name} cannot be read ({error.strerror}); a folder "
             f"that was being written when a run ended has none{_beside(folder)}"

@@ -99,3 +99,11 @@ def test_what_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert measured == [(2, 1), (0, 0), (1, 2)]
     body = json.loads(path.read_text())
     assert [found["plan"] for found in body["results"]] == ["dp2", "pp2"]
+
+
+@pytest.mark.parametrize(("option", "given"), [("--plans", "dp2,foo"), ("--peers", "foo")])
+def test_a_name_that_is_none_is_refused_with_those_that_are(option: str, given: str) -> None:
+    result = run(option, given)
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert f"Invalid value for {option}: foo not known; choose of" in said

@@ -103,7 +103,7 @@ def test_weights_alone(folder: Path, tmp_path: Path) -> None:
         ("text.pt", "cannot be read"),
         ("list.pt", "holds a list, not a state dict"),
         ("code.pt", "holds objects that are more than data"),
-        ("some.txt", "neither a folder nor a file of torch's"),
+        ("some.txt", "neither a folder nor a file of torch's .*; give a checkpoint"),
         ("nothing.pt", "holds nothing"),
         ("cut.pt", "cannot be read"),
         ("cut_old.pt", "cannot be read"),

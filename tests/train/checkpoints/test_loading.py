@@ -80,7 +80,7 @@ def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="passed over"):
         assert merakc.load(tmp_path, model, optimizer).extra == 9
     assert merakc.latest(tmp_path / "nothing") is None
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with pytest.raises(CheckpointError, match="no such folder; give one that"):
         merakc.load(tmp_path / "nothing", model)
 
 
