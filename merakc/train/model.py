@@ -38,7 +38,7 @@ from merakc.train.outside.values import Taken
 from merakc.train.outside.within import Adapted
 from merakc.train.parameters.allocate import copied
 from merakc.train.parameters.elements import follow, told_buffers
-from merakc.train.parameters.guard import refuse_ddp, refuse_in_methods
+from merakc.train.parameters.guard import guard_torch, refuse_in_methods
 from merakc.train.parameters.matrices import Home
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
@@ -115,7 +115,7 @@ class ParallelModel(Forwards):
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
             follow(kept, self._owners)
-        refuse_ddp()
+        guard_torch()
         own["_memory"] = Memory(partial(part_at, self), steps.state, told, steps.sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:

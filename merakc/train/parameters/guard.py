@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -168,7 +169,13 @@ def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def refuse_ddp() -> None:
+def guard_torch() -> None:
+    """Has what torch puts around models, and into them, refuse those of `auto_parallel`."""
+    _guard_ddp()
+    _guard_parametrizations()
+
+
+def _guard_ddp() -> None:
     """Has DistributedDataParallel refuse parameters of parallel models, whatever holds them: it
     would put rank 0's parts in the place of other ranks'.
     """
@@ -186,6 +193,27 @@ def refuse_ddp() -> None:
         plain(self, module, *args, **kwargs)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def _guard_parametrizations() -> None:
+    """Has torch's parametrizations refuse tensors of parallel models, before they change anything:
+    a rank may hold a part of them, and steps are compiled without.
+    """
+    plain = ParametrizationList.__init__
+
+    @wraps(plain)
+    def init(self: Any, modules: Any, original: Any, unsafe: bool = False) -> None:
+        if original in holdings or original in elsewhere or isinstance(original, Known):
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise ConfigError(
+                f"a parametrization ({names}) is registered on a tensor of a model that "
+                "auto_parallel runs, whose steps are compiled without it: call torch.nn.utils."
+                "parametrize and parametrizations (weight_norm, spectral_norm) on the model before "
+                "auto_parallel"
+            )
+        plain(self, modules, original, unsafe)
+
+    ParametrizationList.__init__ = init  # type: ignore[method-assign]
 
 
 def refuse_in_methods(name: str) -> None:

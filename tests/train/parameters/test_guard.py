@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 import merakc
 from merakc.equality.ranks import run_ranks
@@ -140,6 +142,59 @@ def test_methods_see_the_whole_or_are_refused(layout: dict[str, Any]) -> None:
         assert f"rank {rank} of dp=" in found["shown"]
     split = {"tp": "part 1 of 2 of [32* x 8]", "pp": "weight [32, 8] on other pipeline ranks"}
     assert split.get(next(iter(layout)), "weight: 79 of 256 elements") in found["shown"]
+
+
+class Doubled(nn.Module):
+    """A parametrization that would give its tensor other values before it is told to the model."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def doubled(module: nn.Module) -> nn.Module:
+    """With it on its weight."""
+    return parametrize.register_parametrization(module, "weight", Doubled())
+
+
+PARAMETRIZED = {
+    "weight norm": parametrizations.weight_norm,
+    "doubled": doubled,
+    "orthogonal": parametrizations.orthogonal,
+}
+TRAINED = [parametrizations.weight_norm, doubled]  # those that may be split into samples
+
+
+def parametrized(layout: dict[str, int]) -> tuple[dict[str, str], list[float]]:
+    """What is said of each, of a layer that this rank holds and of another; losses then, and those
+    of models that had the parametrization before.
+    """
+    model: Any = merakc.auto_parallel(net(), batch(), cluster=NOMINAL_CPU, **layout)
+    said = {
+        f"{name} {k}": refusal(partial(act, model.net[k]))
+        for name, act in PARAMETRIZED.items()
+        for k in (0, 2)
+    }
+    losses = [model(*batch()).item()]
+    for act in TRAINED:
+        plain = net()
+        act(plain.net[0])
+        first: Any = merakc.auto_parallel(plain, batch(), cluster=NOMINAL_CPU, **layout)
+        losses.append(first(*batch()).item())
+    return said, losses
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_parametrizations_are_for_before_on_every_rank(layout: dict[str, int]) -> None:
+    plain = [net()(*batch()).item()]
+    for act in TRAINED:
+        act((other := net()).net[0])
+        plain.append(other(*batch()).item())
+    for said, losses in run_ranks(2, parametrized, layout):
+        assert {n: t for n, t in said.items() if "before auto_parallel" not in t} == {}
+        assert losses == pytest.approx(plain, rel=1e-10)
 
 
 def test_methods_of_a_whole_model_are_as_they_were() -> None:
