@@ -1,8 +1,8 @@
 """The strategies of a job, priced from pieces: thousands of them, the best first.
 
-Analytic bounds say which are looked at, and when to stop; these are run by
+Analytic bounds say which are looked at, the lowest first, and when to stop; these are run by
 `merakc.planner.estimate`, with the orders of work that the runtime has: first 1F1B, then the other
-orders of those that a better order could make the best.
+orders of those that a better order could make the best. More are priced when more are asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from merakc.batches.split import divisors
 from merakc.costs.state import Precision
@@ -23,14 +24,15 @@ from merakc.planner.forms import open_forms
 from merakc.planner.job import Job
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.pricing import (
+    FAR,
     Bounds,
     Candidate,
     Outlook,
     Shortage,
     job_of,
-    least_in_full_s,
     outlook_of,
     price,
+    shortest_sample_s,
 )
 from merakc.planner.request import Request
 from merakc.schedules.registry import KNOWN
@@ -44,18 +46,22 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 CLOSE = 1.05
 # Those that are looked at behind the one that no other can beat: the runners-up.
 RUNNERS_UP = 10
+# What candidates may take that are priced: seconds a sample by their pieces, and planned in full at
+# the least.
+Limits = Callable[[], tuple[float, float]]
 
 
 @dataclass
 class Candidates:
     """The candidates of a request, the fastest per sample first, and what was refused, by degrees,
-    and why.
+    and why; `left` are those that are priced only where more are asked for.
     """
 
     table: PieceTable
     ranked: list[Candidate] = field(default_factory=list)
     refused: dict[tuple[int, Form, int], str] = field(default_factory=dict)
     looked_at: int = 0
+    left: Left | None = None
     _short: list[tuple[int, Strategy]] = field(default_factory=list)
 
     @property
@@ -64,9 +70,28 @@ class Candidates:
         return self.ranked[0].sample_s if len(self.ranked) > RUNNERS_UP else math.inf
 
     @property
+    def last_s(self) -> float:
+        """The same of the slowest that is to be shown."""
+        return self.ranked[RUNNERS_UP].sample_s if len(self.ranked) > RUNNERS_UP else math.inf
+
+    @property
     def nearest(self) -> list[Strategy]:
         """Those that were looked at and do not fit, what needs least memory first."""
         return [strategy for _, strategy in sorted(self._short, key=lambda one: one[0])]
+
+    def in_order(self, limits: Limits) -> Iterator[Candidate]:
+        """The fastest first. Others than were found before are priced within the `limits`."""
+        given: set[int] = set()
+        while True:
+            one = next((c for c in self.ranked if id(c) not in given), None)
+            most_s, in_full_s = limits()
+            most_s = most_s if one is None else min(most_s, one.sample_s)
+            if self.left is not None and self.left.goes_on(self, most_s, in_full_s):
+                continue
+            if one is None:
+                return
+            given.add(id(one))
+            yield one
 
     def add(self, strategy: Strategy, priced: Candidate | Shortage) -> None:
         """What was looked at, and what it costs."""
@@ -81,31 +106,82 @@ class Candidates:
             self.ranked.sort(key=lambda c: c.sample_s)
 
 
-@dataclass
-class _Left:
-    """Groups of strategies that are left to be looked at, each by the least seconds a sample that
-    it may take; and what is known of its first strategy: nothing, its stages, or its outlook.
+class _Group(NamedTuple):
+    """Strategies that are alike but for their order of work, with the least seconds a sample that
+    the first of them may take by its pieces, and in full; and what is known of that one: nothing,
+    its stages, or its outlook. Of groups that are alike the earlier comes first.
     """
 
-    heap: list[tuple[float, int, list[Strategy], Job | Outlook | None]] = field(
-        default_factory=list
-    )
-    count: int = 0
+    least_s: float
+    place: int
+    in_full_s: float
+    strategies: list[Strategy]
+    known: Job | Outlook | None
+
+
+@dataclass
+class Left:
+    """The strategies of a request that are left to be looked at."""
+
+    request: Request
+    hardware: Hardware
+    precision: Precision
+    bounds: Bounds
+    _heap: list[_Group] = field(default_factory=list)
+    _count: int = 0
 
     def add(
-        self, least_s: float, group: list[Strategy], known: Job | Outlook | None = None
-    ) -> None:
-        """One more. Of those that are alike the earlier comes first."""
-        heapq.heappush(self.heap, (least_s, self.count, group, known))
-        self.count += 1
+        self, least_s: float, in_full_s: float, group: list[Strategy],
+        known: Job | Outlook | None = None,
+    ) -> None:  # fmt: skip
+        """One group more."""
+        # Of ranks that share cores bounds by pieces say less.
+        least_s = least_s if self.hardware.sharing is None else in_full_s
+        heapq.heappush(self._heap, _Group(least_s, self._count, in_full_s, group, known))
+        self._count += 1
 
-    def below(
-        self, most_s: Callable[[], float]
-    ) -> Iterator[tuple[list[Strategy], Job | Outlook | None]]:
-        """What is left, the least first, while it may be below."""
-        while self.heap and self.heap[0][0] <= most_s():
-            _, _, group, known = heapq.heappop(self.heap)
-            yield group, known
+    def goes_on(self, result: Candidates, most_s: float, in_full_s: float = math.inf) -> bool:
+        """Looks at the group that may be fastest, if it may take no more than so much by its
+        pieces, nor more in full than that and than the best does by its pieces; whether there was
+        one.
+        """
+        while self._heap and self._heap[0].least_s <= most_s:
+            group = heapq.heappop(self._heap)
+            if group.in_full_s <= min(result.best_s, in_full_s):
+                self._look_at(group, result)
+                return True
+        return False
+
+    def _look_at(self, group: _Group, result: Candidates) -> None:
+        (strategy, *others), known = group.strategies, group.known
+        if known is None:  # its stages tell whether it is worth an outlook
+            job = job_of(result.table, strategy, self.hardware, self.precision)
+            least = [self.bounds.of(other) for other in others]
+            own_s = shortest_sample_s(job)
+            self.add(min([own_s, *least]), min([own_s / FAR, *least]), group.strategies, job)
+            return
+        if isinstance(known, Job):
+            outlook = outlook_of(known, self.request, self.hardware)
+            least = [self._least_s(other, outlook) for other in others]
+            in_full_s = min([outlook.in_full_s, *least])
+            self.add(min([outlook.sample_s, *least]), in_full_s, group.strategies, outlook)
+            return
+        priced = None
+        if known.in_full_s <= result.best_s:
+            priced = price(known, self.request, self.hardware)
+            result.add(strategy, priced)
+        if not isinstance(priced, Shortage):
+            for other in others:
+                least_s = self._least_s(other, priced or known)
+                self.add(least_s, least_s, [other])
+
+    def _least_s(self, strategy: Strategy, like: Outlook | Candidate) -> float:
+        """A sample in another order of work, which saves what is idle."""
+        own_s = self.bounds.of(strategy)
+        if self.hardware.is_mixed:  # its stages may suit unlike devices better
+            return own_s
+        busy_s = like.estimate.step_s - like.estimate.idle_s
+        return max(own_s, busy_s / strategy.total_batch_size)
 
 
 def find_candidates(
@@ -115,10 +191,11 @@ def find_candidates(
     precision: Precision,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Adds the fastest strategies of a request to the `result`, by the pieces of its table.
+    """Adds the fastest strategies of a request to the `result`, by the pieces of its table: the
+    best and `RUNNERS_UP` more. The others are left in it.
 
-    Each that could be the fastest is priced, and at least `RUNNERS_UP` more. Raises the first error
-    where no form can be sharded, and `CutError` where there are too few places to cut.
+    Raises the first error where no form can be sharded, and `CutError` where there are too few
+    places to cut.
     """
     table = result.table
     groups: dict[object, list[Strategy]] = {}
@@ -128,40 +205,18 @@ def find_candidates(
     if not groups:
         raise _nothing_divides(table, request)
     progress(f"comparing {count_of(sum(map(len, groups.values())), 'layout')}")
-
-    def least_s(strategy: Strategy, like: Outlook | Candidate) -> float:
-        """A sample in another order of work, which saves what is idle."""
-        own_s = bounds.of(strategy)
-        if hardware.is_mixed:  # its stages may suit unlike devices better
-            return own_s
-        busy_s = like.estimate.step_s - like.estimate.idle_s
-        return max(own_s, busy_s / strategy.total_batch_size)
-
-    bounds, left = Bounds(table, hardware), _Left()
+    left = Left(request, hardware, precision, Bounds(table, hardware))
     for group in groups.values():
-        left.add(min(map(bounds.of, group)) / CLOSE, group)
-    for group, known in left.below(lambda: result.best_s):
-        (strategy, *others), priced = group, None
-        if known is None:  # its stages tell whether it is worth an outlook
-            job = job_of(table, strategy, hardware, precision)
-            left.add(min([least_in_full_s(job), *map(bounds.of, others)]), group, job)
-            continue
-        if isinstance(known, Job):
-            outlook = outlook_of(known, request, hardware)
-            least = [outlook.in_full_s, *(least_s(other, outlook) for other in others)]
-            left.add(min(least), group, outlook)
-            continue
-        if known.in_full_s <= result.best_s:
-            priced = price(known, request, hardware)
-            result.add(strategy, priced)
-        if not isinstance(priced, Shortage):
-            for other in others:
-                left.add(least_s(other, priced or known), [other])
+        least_s = min(map(left.bounds.of, group))
+        left.add(least_s, least_s / CLOSE, group)
+    while left.goes_on(result, result.last_s):
+        pass
     for one in result.ranked[:RUNNERS_UP]:  # with the other axis inside
         if min(one.strategy.dp, one.strategy.pp) > 1 and not hardware.is_mixed:
             turned = replace(one.strategy, inner="dp")
             outlook = outlook_of(job_of(table, turned, hardware, precision), request, hardware)
             result.add(turned, price(outlook, request, hardware))
+    result.left = left
 
 
 def _nothing_divides(table: PieceTable, request: Request) -> MerakError:

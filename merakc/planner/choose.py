@@ -15,14 +15,13 @@ from merakc.costs import state
 from merakc.costs.work.scaled import SAMPLES
 from merakc.errors import ConfigError, MerakError, ShardError
 from merakc.ir.graph import InputKind
-from merakc.ir.strategy import Strategy
+from merakc.ir.strategy import Form, Strategy
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
-from merakc.planner.candidates import Candidates, find_candidates
+from merakc.planner.candidates import Candidates, Limits, find_candidates
 from merakc.planner.forms import experts_of, open_forms
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.pricing import Candidate
 from merakc.planner.request import Request, meshes
 from merakc.planner.search import (
     Record,
@@ -128,7 +127,8 @@ def _planned(
     nodes = len(record(SAMPLES[0]).graph.nodes)
     # As many with experts on ranks of their own as without, and beside tp: no more open search
     # finds less.
-    left = dict.fromkeys(range(3), min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
+    kinds = map(_kind, candidates.table.forms)
+    left = dict.fromkeys(kinds, min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
     best_s, later, count = math.inf, list[Finalist](), 0
 
     def planned(one: Finalist) -> Iterator[Lowered]:
@@ -144,9 +144,14 @@ def _planned(
         best_s = best_s if too_big else min(best_s, sample_s)
         yield lowered
 
-    for one in _finalists(request, candidates):
+    def limits() -> tuple[float, float]:
+        """Once the others are planned, what is so much faster by its pieces than the best is."""
+        is_open = best_s == math.inf or max(left.values()) > 0
+        return math.inf if is_open else best_s / OFF, best_s
+
+    for one in _finalists(request, candidates, limits):
         most = 0 if best_s < math.inf else -MORE_FINALISTS
-        kind = one.strategy.expert_parallel * min(one.strategy.tp, 2)
+        kind = _kind(one.strategy.form)
         if best_s <= one.least_sample_s:
             continue
         if left[kind] <= most:
@@ -274,23 +279,38 @@ class Finalist:
     least_sample_s: float = 0.0
 
 
-def _finalists(request: Request, candidates: Candidates) -> Iterator[Finalist]:
-    """The best candidate of all, those of other meshes, and then the others, the faster first.
-    Of each the better axis inside, and the best schedule where an order is made for it. Where
-    nothing fits, what lacks least.
+def _kind(form: Form) -> int:
+    """Whether experts are on ranks of their own, and beside tp."""
+    return form.expert_parallel * min(form.tp, 2)
+
+
+def _finalists(
+    request: Request, candidates: Candidates, limits: Limits = lambda: (math.inf, math.inf)
+) -> Iterator[Finalist]:
+    """The best candidate of all, those of other meshes, and then the others, the faster first,
+    within the `limits`. Of each the better axis inside, and the best schedule where an order is
+    made for it. Where nothing fits, what lacks least.
     """
     if not candidates.ranked:
         for strategy in candidates.nearest[:1]:
             yield Finalist(strategy, request.decided(strategy, state=False))
-    first: dict[object, Candidate] = {}
-    for one in candidates.ranked:
+    known: set[object] = set()
+    tried: set[object] = set()
+    others: list[Finalist] = []
+    for one in candidates.in_order(limits):
         schedule = "auto" if request.schedule == "auto" else one.strategy.schedule
         alike = replace(
             one.strategy, inner="pp", schedule=schedule, recompute="none", state_shards=(),
             offload="none",
         )  # fmt: skip
-        first.setdefault(alike, one)
-    of_mesh = {replace(c.strategy.mesh, inner="pp"): id(c) for c in reversed(first.values())}
-    for one in sorted(first.values(), key=lambda c: id(c) not in of_mesh.values()):
+        if alike in known:
+            continue
+        known.add(alike)
         asked = request.decided(one.strategy)
-        yield Finalist(one.strategy, asked, one.sample_s, one.least_sample_s)
+        finalist = Finalist(one.strategy, asked, one.sample_s, one.least_sample_s)
+        if alike.mesh in tried:
+            others.append(finalist)
+        else:
+            tried.add(alike.mesh)
+            yield finalist
+    yield from others

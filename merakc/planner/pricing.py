@@ -163,11 +163,11 @@ class Outlook:
         return least_s / FAR / self.strategy.total_batch_size
 
 
-def least_in_full_s(job: Job) -> float:
-    """What `Outlook.in_full_s` is at the least: no memory is short, and no state waited for."""
+def shortest_sample_s(job: Job) -> float:
+    """Seconds a sample at the least by the pieces: no memory is short, and no state waited for."""
     if job.sharing is not None:  # of what ranks share orders of work say less
         return 0.0
-    return shortest_seconds(job) / FAR / job.strategy.total_batch_size
+    return shortest_seconds(job) / job.strategy.total_batch_size
 
 
 def outlook_of(job: Job, request: Request, hardware: Hardware) -> Outlook:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import pytest
 import torch
@@ -57,6 +59,27 @@ def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.M
     degrees = {(d.dp, d.tp, d.pp) for c in everything.ranked for d in (c.strategy,)}
     assert degrees == {(8 // tp // pp, tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4, 8)
                        if tp * pp <= 8 and pp < 7} | set(degrees)  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", [Request(8, 0), Request(8, 0, tp=1)])
+def test_no_more_are_priced_than_are_asked_for(request_: Request) -> None:
+    """Those that are certain to be the fastest at once, and all others in their order later."""
+    found = find(request_)
+    assert found.left is not None
+    turned = sum(one.strategy.inner == "dp" for one in found.ranked)
+    assert len(found.ranked) - turned > candidates.RUNNERS_UP
+    count, best_s = len(found.ranked), found.ranked[0].sample_s
+    (first, second) = islice(found.in_order(lambda: (0.0, 0.0)), 2)
+    assert [first, second] == found.ranked[:2]
+    assert len(found.ranked) == count
+    near = [*found.in_order(lambda: (1.5 * best_s, math.inf))]
+    steps = [one.sample_s for one in near if one.sample_s < 1.5 * best_s]
+    assert steps == sorted(steps)
+    every = [*found.in_order(lambda: (math.inf, math.inf))]
+    assert [one.sample_s for one in every] == sorted(one.sample_s for one in every)
+    assert steps == [one.sample_s for one in every if one.sample_s < 1.5 * best_s]
+    assert len(every) > count
+    assert not found.left.goes_on(found, math.inf)
 
 
 def mixed(memory_bytes: int = 1 << 34) -> Hardware:
