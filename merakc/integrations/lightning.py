@@ -8,10 +8,14 @@ losses, metrics, clipping, accumulation and schedules are those of one process, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
+import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -21,9 +25,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from merakc.errors import CheckpointError, ConfigError
 from merakc.machines.start import device_of, start_distributed
 from merakc.runtime.groups import from_rank_0, together
+from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
 from merakc.train.model import ParallelModel
+
+_AVERAGE = "averaged"  # the folder in a checkpoint that holds averaged weights
 
 
 class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
@@ -102,20 +109,40 @@ class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """What is kept beside the parallel model: metrics, buffers."""
         own = {id(t) for t in (*self.parallel.parameters(), *self.parallel.buffers())}
         state = self.lightning_module.state_dict(keep_vars=True)
+        return self._beside({n: t.detach() for n, t in state.items() if id(t) not in own})
+
+    def _beside(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a state of the whole module does not belong to the parallel model."""
         names = {n for n, m in self.lightning_module.named_modules() if m is self.parallel}
         inside = tuple(f"{name}." for name in names)
-        return {
-            n: t.detach() for n, t in state.items() if id(t) not in own and not n.startswith(inside)
-        }
+        return {n: value for n, value in state.items() if not n.startswith(inside)}
+
+    @property
+    def _averages(self) -> list[Any]:
+        """The averages of the module that Lightning's callbacks keep."""
+        callbacks = self.lightning_module.trainer.callbacks
+        kept = [c._average_model for c in callbacks if isinstance(c, WeightAveraging)]
+        return [average for average in kept if average is not None]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: it is saved with the weights."""
         return {}
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, *_: Any, **__: Any) -> None:
-        """Saves the run as `merakc.save` does, for any plan. All ranks must call it."""
+        """Saves the run as `merakc.save` does, for any plan. All ranks must call it.
+
+        The weights that `WeightAveraging` puts in the place of the model's lie in a folder in it.
+        """
+        averages = self._averages
+        if len(averages) > 1:
+            raise CheckpointError(f"{len(averages)} callbacks average weights: keep one of them")
+        if averages:
+            checkpoint = {**checkpoint, "state_dict": self._beside(checkpoint["state_dict"])}
+        _check_alike(checkpoint)
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
         save(filepath, self.parallel, optimizers, extra=from_rank_0(lambda: checkpoint))
+        for average in averages:
+            export(Path(filepath) / _AVERAGE, _parallel_in(average))
 
     def load_checkpoint(self, checkpoint_path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         """Loads weights, and the optimizer's state where the model trains. All must call it."""
@@ -126,14 +153,41 @@ class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
                 f"{checkpoint_path} was not written by Lightning's Trainer on a parallel model; "
                 "merakc.load reads what merakc.save wrote"
             )
+        if "averaging_state" not in found:
+            return found
+        averages = self._averages if fits else []
+        for model in [_parallel_in(x) for x in averages] or [self.parallel]:
+            load(Path(checkpoint_path) / _AVERAGE, model)
+        for average in averages:  # the callback loads them, over what is there already
+            found["state_dict"] = average.module.state_dict() | found["state_dict"]
+            own = self.lightning_module.state_dict()
+            found["current_model_state"] = own | found["current_model_state"]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads what was kept beside the parallel model, which `load_checkpoint` has loaded."""
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
+        beside = self._beside(checkpoint["state_dict"])
+        self.lightning_module.load_state_dict(beside, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: `load_checkpoint` has loaded it."""
+
+
+def _parallel_in(module: Any) -> ParallelModel:
+    return next(m for m in module.modules() if isinstance(m, ParallelModel))
+
+
+def _check_alike(checkpoint: Any) -> None:
+    """Raises `CheckpointError` on every rank where they give other tensors: rank 0's are kept."""
+    found = [x for x in pytree.tree_flatten_with_path(checkpoint)[0] if torch.is_tensor(x[1])]
+    own = {f"checkpoint{pytree.keystr(path)}": tuple(value.shape) for path, value in found}
+    for rank, other in enumerate(every := together(lambda: own)):
+        if unlike := sorted(dict(other.items() ^ every[0].items())):
+            raise CheckpointError(
+                f"{unlike[0]} is not the same tensor on ranks 0 and {rank}, which hold other parts "
+                "of the model: put no weights into the checkpoint in on_save_checkpoint; save what "
+                "you average in a copy of the model, by merakc.save(folder, copy)"
+            )
 
 
 class Trainer(lightning.pytorch.Trainer):  # type: ignore[misc]

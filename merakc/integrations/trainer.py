@@ -111,7 +111,7 @@ class _Parallel:
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """One batch of an evaluation, with logits where they are asked for."""
-        called = model if prediction_loss_only else model.predict
+        called = model if prediction_loss_only else _Predicting(model)
         step = super().prediction_step  # type: ignore[misc]
         return step(called, inputs, prediction_loss_only, *args, **kwargs)
 
@@ -158,6 +158,19 @@ class _Parallel:
 
     def _load_best_model(self) -> None:
         load(self.state.best_model_checkpoint, self.model)
+
+
+class _Predicting:
+    """A model whose calls give all that its own forward returns; else it is as the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model.predict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def _check_parallel(model: Any) -> None:

@@ -9,10 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
@@ -22,6 +24,7 @@ from benchmarks.loops.job import Job, on
 from merakc.equality.ranks import run_ranks
 from merakc.errors import CheckpointError, ConfigError
 from merakc.integrations.lightning import ParallelStrategy, Trainer
+from merakc.machines.cluster import NOMINAL_CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own: few workers, no GPU
 QUIET = {
@@ -76,6 +79,85 @@ def test_ranks_see_all_samples_and_decide_together(tmp_path: Path) -> None:
     assert first[:3] == second[:3] == (16.0, 1, [False, True])
     assert (first[3], second[3]) == (True, False)
     rank_zero_only.rank = 0
+
+
+class Averaged(LightningModule):
+    """Whose checkpoints hold averages of the weights, once an epoch has ended."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.losses = model, list[float]()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.losses.append((loss := self.model(**batch)).item())
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.losses.append(self.model(**batch).item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.model.parameters(), lr=0.1)
+
+
+class Squares(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def averaged(kind: Any, layout: dict[str, Any] | None, seed: int = 0) -> Any:
+    """A module, and the trainer of one epoch more than `seed`."""
+    torch.manual_seed(seed)
+    model = Squares(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).double()
+    if layout is not None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+        example = {"x": torch.zeros(4, 4, dtype=torch.float64)}
+        model = merakc.auto_parallel(model, example, cluster=NOMINAL_CPU, **layout)
+    return Averaged(model), kind(
+        max_epochs=1 + seed, callbacks=[EMAWeightAveraging(decay=0.5)],
+        limit_val_batches=0, num_sanity_val_steps=0, **QUIET,
+    )  # fmt: skip
+
+
+def from_averages(kind: Any, folder: Path, *layouts: Any) -> tuple[list[float], list[float]]:
+    """Losses of the epoch behind a checkpoint, and of its averages."""
+    drawn = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = DataLoader([{"x": x} for x in drawn], batch_size=None)
+    module, trainer = averaged(kind, layouts[0])
+    saving = LambdaCallback(on_train_epoch_end=lambda t, _: t.save_checkpoint(folder / "saved"))
+    trainer.callbacks.append(saving)
+    trainer.fit(module, data)
+    module, trainer = averaged(kind, layouts[1], seed=1)
+    trainer.fit(module, data, ckpt_path=folder / "saved")
+    after = module.losses
+    module, trainer = averaged(kind, layouts[1], seed=2)
+    trainer.limit_val_batches = 1.0
+    options = {} if layouts[0] else {"weights_only": False}
+    trainer.validate(module, data, ckpt_path=folder / "saved", verbose=False, **options)
+    return after, module.losses
+
+
+def test_averaged_weights_are_saved_and_loaded(tmp_path: Path) -> None:
+    """They are in the model's place in Lightning's checkpoints."""
+    wanted = from_averages(lightning.pytorch.Trainer, tmp_path / "plain", None, None)
+    layouts = {"pp": 2}, {"tp": 2}
+    for found in run_ranks(2, from_averages, Trainer, tmp_path / "ours", *layouts):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def with_weights(folder: Path) -> str:
+    """What is told where a hook puts the weights of each rank into the checkpoint."""
+    module, trainer = averaged(Trainer, {"pp": 2})
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    with pytest.raises(CheckpointError) as told:
+        trainer.strategy.save_checkpoint({"own": dict(module.model.state_dict())}, folder / "saved")
+    return str(told.value)
+
+
+def test_weights_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    for told in run_ranks(2, with_weights, tmp_path):
+        assert "is not the same tensor on ranks 0 and 1" in told
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import merakc
 from merakc.equality.ranks import run_ranks
 from merakc.errors import ConfigError, MismatchError
 from merakc.integrations.trainer import Trainer
+from merakc.integrations.trainer import parallel as trainer_of
 from merakc.machines.cluster import NOMINAL_CPU
 
 LENGTH, VOCABULARY, BATCH = 12, 64, 8
@@ -152,6 +153,31 @@ def test_the_last_batch_may_be_of_one_sample(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5
             )
+
+
+class OwnLoss(transformers.Trainer):
+    """Makes its loss outside the model, of which it asks for the size of a configuration."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        labels, words = inputs.pop("labels"), model.config.vocab_size
+        logits = (outputs := model(**inputs)).logits[:, :-1].reshape(-1, words)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1))
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_trainers_own_loss_is_evaluated_with_metrics(tmp_path: Path) -> None:
+    def seen(kind: Any, model: Any) -> dict[str, float]:
+        trainer = kind(
+            model=model, args=arguments(tmp_path, eval_strategy="no"), compute_metrics=accuracy
+        )
+        found = trainer.evaluate(texts(13))
+        return {name: found[name] for name in ("eval_loss", "eval_accuracy")}
+
+    wanted = seen(OwnLoss, llama())
+    AcceleratorState._reset_state(True)
+    assert seen(trainer_of(OwnLoss), parallel({})) == pytest.approx(wanted, rel=1e-5)
 
 
 def as_torchrun() -> None:
