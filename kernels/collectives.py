@@ -244,7 +244,8 @@ def start_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank:
 
     def join() -> Tensor:
         if even:
-            return blocks.movedim(0, dim).reshape(block)
+            # Of one element each, `reshape` gives a view: graphs are recorded for a whole tensor.
+            return blocks.movedim(0, dim).reshape(block).contiguous()
         trimmed = [part.narrow(dim, 0, size) for part, size in zip(blocks, sizes, strict=True)]
         return torch.cat(trimmed, dim, out=x.new_empty(block))
 

@@ -115,6 +115,19 @@ def test_all_gather_of_uneven_sizes(dim: int) -> None:
         assert torch.equal(grad, slices[rank])
 
 
+def _strides(dim: int) -> tuple[int, ...]:
+    shape = [3, 4, 5]
+    shape[dim] = 1
+    return all_gather(_part(bind("tp"), tuple(shape)), "tp", dim, [1, 1], dist.get_rank()).stride()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gathered_elements_are_contiguous(dim: int) -> None:
+    shape = [3, 4, 5]
+    shape[dim] = 2
+    assert run_ranks(2, _strides, dim) == [torch.empty(shape).stride()] * 2
+
+
 def _gathered() -> list[Tensor]:
     rank, found = bind("tp"), list[Tensor]()
     group = axis_group("tp")
