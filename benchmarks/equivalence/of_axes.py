@@ -21,7 +21,8 @@ MODELS_OF: Mapping[str, tuple[str, ...]] = {
            "gpt_oss", "granite_moe", "jamba", "loop_index_add", "loop_uneven",
            "loop_masked_writes", "loop_capacity", "loop_hit", "loop_asked",
            "loop_normed", "switch_transformers"),
-    "cp": ("llama", "gpt2", "qwen2", "gemma3", "t5", "bart", "whisper", "vit", "mamba"),
+    "cp": ("llama", "gpt2", "qwen2", "gemma3", "t5", "bart", "whisper", "vit", "mamba",
+           "llama_packed"),
 }  # fmt: skip
 # (dp, ranks of the axis, pp), and tp beside them
 LAYOUTS: Mapping[str, tuple[tuple[int, ...], ...]] = {

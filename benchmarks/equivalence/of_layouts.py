@@ -24,6 +24,7 @@ from benchmarks.expert_loops import EXPERT_LOOPS
 from benchmarks.harness import DocPath, JsonPath, markdown, rich_table, tracked
 from benchmarks.layouts import Task, train_layout, train_twice, worst_difference
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
+from benchmarks.packed import PACKED
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import train_reference
 from benchmarks.reports import told_run
@@ -35,7 +36,7 @@ from merakc.passes.sharding.sequences import heads, rings
 
 # (dp, tp, pp)
 LAYOUTS = "1,1,1;2,1,1;1,2,1;1,1,2;1,1,4;2,2,1;1,2,2;2,1,2;2,2,2"
-CASES = {**ZOO, **MODELS, **EXPERT_LOOPS}
+CASES = {**ZOO, **MODELS, **EXPERT_LOOPS, **PACKED}
 MICRO_BATCHES = 4
 STEPS = 3
 CAST_BOUND = 1e-5  # float32 has seven digits, and four layers of sums lose two
