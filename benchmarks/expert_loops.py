@@ -4,8 +4,7 @@ Each layer has four experts of two linear layers. `index_add` and `masked_writes
 loops; with `capacity` an expert takes no more than so many tokens of a text, the first ones; of
 `uneven` one expert gets most tokens and the last none. `hit` is the same, in a loop over the
 experts that have tokens, as transformers has them; the parameters of the last have no gradient
-then. So is `asked`, in a loop over all that asks each whether it has any. Experts of `normed` have
-a norm and a scale of their own, and masks are taken over choices.
+then. Experts of `normed` have a norm and a scale of their own, and masks are taken over choices.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class LoopedExperts(nn.Module):
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
         if kind == "normed":
             self.experts = nn.ModuleList(NormedExpert() for _ in range(EXPERTS))
-        if kind in ("uneven", "hit", "asked", "normed"):
+        if kind in ("uneven", "hit", "normed"):
             with torch.no_grad():
                 self.router.bias.copy_(torch.tensor([2.0, 0.0, 0.0, -50.0]))
 
@@ -63,7 +62,7 @@ class LoopedExperts(nn.Module):
         """What the experts of each token make of it."""
         chances, flat = self.router(x).softmax(-1), x.reshape(-1, HIDDEN)
         form = {"masked_writes": self.written, "capacity": self.within_capacity, "hit": self.hit,
-                "asked": self.asked, "normed": self.by_any_choice}  # fmt: skip
+                "normed": self.by_any_choice}  # fmt: skip
         out = form.get(self.kind, self.added)(flat, chances)
         return out.view(x.shape)
 
@@ -84,17 +83,6 @@ class LoopedExperts(nn.Module):
         for k in (mask.sum((-1, -2)) > 0).nonzero():
             choice, rows = torch.where(mask[k].squeeze(0))
             out.index_add_(0, rows, self.experts[k](x[rows]) * weights[rows, choice, None])
-        return out
-
-    def asked(self, x: Tensor, chances: Tensor) -> Tensor:
-        """The same, of experts that are asked whether they have tokens."""
-        weights, chosen = chances.flatten(0, 1).topk(CHOICES, -1)
-        out = torch.zeros_like(x)
-        for k, expert in enumerate(self.experts):
-            rows, choice = torch.where(chosen == k)
-            if rows.numel() == 0:
-                continue
-            out.index_add_(0, rows, expert(x[rows]) * weights[rows, choice, None])
         return out
 
     def by_any_choice(self, x: Tensor, chances: Tensor) -> Tensor:
@@ -158,5 +146,5 @@ EXPERT_LOOPS = {
     f"loop_{kind}": ModelCase(
         f"loop_{kind}", lambda _, kind=kind: ExpertLoops(kind), _BATCH, shifted
     )
-    for kind in ("index_add", "uneven", "masked_writes", "capacity", "hit", "asked", "normed")
+    for kind in ("index_add", "uneven", "masked_writes", "capacity", "hit", "normed")
 }

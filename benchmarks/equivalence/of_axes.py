@@ -19,8 +19,8 @@ from benchmarks.harness import JsonPath, rich_table, tracked
 MODELS_OF: Mapping[str, tuple[str, ...]] = {
     "ep": ("mixtral", "mixtral_balanced", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3",
            "gpt_oss", "granite_moe", "jamba", "loop_index_add", "loop_uneven",
-           "loop_masked_writes", "loop_capacity", "loop_hit", "loop_asked",
-           "loop_normed", "switch_transformers"),
+           "loop_masked_writes", "loop_capacity", "loop_hit", "loop_normed",
+           "switch_transformers"),
     "cp": ("llama", "gpt2", "qwen2", "gemma3", "t5", "bart", "whisper", "vit", "mamba",
            "llama_packed"),
 }  # fmt: skip

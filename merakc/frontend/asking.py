@@ -115,9 +115,6 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.symbolic:
                 raise SymbolsNeededError
             return self.reader.log(number, self._told(number), user_line())
-        found = self._asked_of_rows(number)
-        if found is not None:
-            return found
         error = self._untraceable(DATA_FLOW, NO_DATA_FLOW)
         if number.expression.is_Symbol and asks_whether_finite():
             made = {n.name: n for n in self.nodes}
@@ -125,10 +122,6 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.guards.assume(made[source.node].refs, error, user_line())
             return 0.0
         raise error
-
-    def _asked_of_rows(self, number: Number) -> Answer | None:
-        """What a forward is told that asks whether a mask chooses rows, if that is shown to do."""
-        return None
 
     def _numpy(self, tensor: FakeTensor, *, force: bool = False) -> Any:
         """What numpy computes with, if it is whole numbers that the batch alone says."""

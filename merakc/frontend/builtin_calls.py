@@ -1,7 +1,7 @@
 """Python's `max` and `min` of two numbers that the batch alone says, without a question.
 
 `max(1, mask.sum().item())` is then a number of a graph that is right for all batches, where a
-comparison has an answer for each. So is `len` of rows that the data chooses.
+comparison has an answer for each.
 """
 
 from __future__ import annotations
@@ -47,15 +47,7 @@ def symbolic_builtins(known: Callable[[Any], Tensor | None]) -> Iterator[None]:
 
         return call
 
-    plain_len = len
-
-    def length(value: Any) -> Any:
-        size: Any = value.shape[0] if type(value) is FakeTensor and value.dim() else None
-        is_free = type(size) is torch.SymInt and known(value) is None
-        return size if is_free else plain_len(value)
-
     with (
-        replaced(builtins, "len", length),
         replaced(builtins, "max", extreme("max", operator.gt)),
         replaced(builtins, "min", extreme("min", operator.lt)),
     ):

@@ -27,7 +27,7 @@ def test_each_token_has_its_experts() -> None:
 
 
 def test_the_last_of_uneven_experts_has_no_rows() -> None:
-    for kind in ("uneven", "hit", "asked", "normed"):
+    for kind in ("uneven", "hit", "normed"):
         rows = _rows(kind)
         assert rows[-1] == 0
         assert rows[0] > 18
@@ -46,4 +46,4 @@ def test_they_train(name: str) -> None:
     model(**case.batch(2))["loss"].backward()
     without = {n for n, p in model.named_parameters() if p.grad is None}
     last = {n for n, _ in model.named_parameters() if ".experts.3." in n}
-    assert without == (last if name in ("loop_hit", "loop_asked") else set())
+    assert without == (last if name == "loop_hit" else set())

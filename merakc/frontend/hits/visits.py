@@ -4,9 +4,6 @@
 says. That turns of others compute nothing that anyone reads is shown (`frontend/values/idle.py`),
 and that Python does the same in a turn whichever came before (`frontend/hits/alike.py`). Where one
 cannot be, the module runs as it is.
-
-A loop over all experts that asks whether one has rows is recorded as if all had, and shown to do
-the same without (`frontend/values/empty.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +23,10 @@ from merakc.frontend.calls.generators import DrawnError
 from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.selections import INDEX, NONZERO, PASSED, Selecting
 from merakc.frontend.source import user_line
-from merakc.frontend.values.empty import question_of, skips_where_empty
-from merakc.frontend.values.idle import Known, Skip, Visit, readers_of, skips_of
+from merakc.frontend.values.idle import Skip, Visit, skips_of
 from merakc.frontend.values.reads import Origin, ValuesNeededError, really
-from merakc.frontend.values.symbols import Answer, Number
-from merakc.ir.graph import Graph, Ref
+from merakc.frontend.values.symbols import Number
+from merakc.ir.graph import Ref
 
 SELECT, UNSQUEEZE = "aten.select.int", "aten.unsqueeze.default"
 AGAIN = (UntraceableError, DrawnError, SymbolsNeededError, ValuesNeededError)
@@ -40,7 +36,7 @@ REMEDY = "let it run over all of them, whether or not they have rows"
 @dataclass(eq=False)
 class HitLoop:
     """A loop over the places where the mask `hit` is true: its line, the modules that run, and its
-    turns so far; `whole` once all are there. Or a question whether the mask is true anywhere.
+    turns so far; `whole` once all are there.
     """
 
     hit: Ref
@@ -65,9 +61,7 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.hit_loops: list[HitLoop] = []  # questions, too
-        self.asked: dict[Ref, HitLoop] = {}  # questions, by the forms of what they ask about
-        self.known = Known(self.inputs, self.nodes, self.sources)
+        self.hit_loops: list[HitLoop] = []
         self.left_out: Callable[[int], bool] = lambda place: False
         self.is_visiting = False
 
@@ -114,24 +108,6 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
             loop.visits.append(visit)
         loop.whole = True
 
-    def _asked_of_rows(self, number: Number) -> Answer | None:
-        """What Python is told that asks whether a mask is true anywhere: that it is, but where its
-        place is left out.
-        """
-        source = self.sources.get(number.symbols[0]) if len(number.symbols) == 1 else None
-        if source is None or self.is_visiting:
-            return None
-        self.known.grow()
-        question = question_of(number, self.known, source)
-        if question is None:
-            return None
-        key = self._form(question.root)
-        if key not in self.asked:
-            self.asked[key] = HitLoop(key, user_line(), tuple(self.modules), whole=True)
-            self.hit_loops.append(self.asked[key])
-        place = list(self.asked).index(key)
-        return question.empty if self.left_out(place) else question.hit
-
     def _formatted(self, tensor: FakeTensor, how: str = "") -> str:
         """Stands in for `Tensor.__format__`: what follows from nothing can be written out."""
         if not self.paused and not tensor.dim() and self._is_constant(tensor):
@@ -169,34 +145,21 @@ class Visiting(Selecting):  # type: ignore[no-untyped-call]
 
     def blame_loop(self, error: Exception) -> None:
         """Raises why a turn cannot be recorded, of which the error is none of those that a forward
-        is recorded again for. Where a question about rows was answered, any error may be of that.
+        is recorded again for.
         """
-        if (self.is_visiting or self.asked) and not isinstance(error, AGAIN):
+        if self.is_visiting and not isinstance(error, AGAIN):
             source, _, why = str(error).partition(": ")
             if not isinstance(error, RecordError):
                 source, why = "", f"a turn fails: {failure(error)}"
             raise self.hit_loops[-1].error(source, why.partition("; ")[0]) from error
 
-    def graph(self) -> Graph:
-        """What was recorded, as a graph."""
-        try:
-            return super().graph()
-        except RecordError as error:
-            self.blame_loop(error)
-            raise
-
     def skips(self) -> tuple[Skip, ...]:
         """What turns leave out where they were not hit. Raises where that may be read."""
-        if not self.hit_loops:
-            return ()
-        ends = [*(o.ref for o in self.outputs), *(ref for ref, _, _ in self.checked)]
-        readers = readers_of(self.nodes, self.sources, ends)
-        self.known.grow()
-        asked = [(key, place, loop.error) for place, (key, loop) in enumerate(self.asked.items())]
-        found = skips_where_empty(self.known, asked, self._form, readers)
+        found: list[Skip] = []
         for loop in self.hit_loops:
             if not loop.whole:
                 raise loop.error(loop.source, "a turn ends the loop")
-            found += skips_of(self.inputs, self.nodes, self.sources, loop.hit, loop.visits, readers,
+            visits, outputs = loop.visits, self.outputs
+            found += skips_of(self.inputs, self.nodes, self.sources, loop.hit, visits, outputs,
                               refuse=loop.error)  # fmt: skip
         return tuple(found)

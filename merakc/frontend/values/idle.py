@@ -17,7 +17,7 @@ import torch
 from merakc.frontend.values.reads import Sources, read_refs
 from merakc.frontend.values.symbols import numbers
 from merakc.frontend.values.views import dim_before, keeps_elements
-from merakc.ir.graph import Input, InputKind, Node, Ref, TensorSpec
+from merakc.ir.graph import Input, InputKind, Node, Output, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
 
 NONZERO, INDEX, PUT = "aten.nonzero.default", "aten.index.Tensor", "aten.index_put.default"
@@ -59,34 +59,27 @@ class Skip:
 
 def skips_of(
     inputs: Sequence[Input], nodes: Sequence[Node], sources: Sources, hit: Ref,
-    visits: Sequence[Visit], readers: Mapping[Ref, Sequence[str]], *,
+    visits: Sequence[Visit], outputs: Sequence[Output], *,
     refuse: Callable[[str, str], Exception],
 ) -> list[Skip]:  # fmt: skip
-    """What of each turn is passed over, of values with these `readers`. Raises what `refuse` makes
-    of a line and a reason where a turn may leave something.
+    """What of each turn is passed over. Raises what `refuse` makes of a line and a reason where a
+    turn may leave something.
     """
-    known = Known(inputs, nodes, sources)
-    inside = {name for visit in visits for name in visit.nodes}
-    trained = {i.name for i in inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
-    own = {p for p in trained if all(r in inside for r in readers.get(Ref(p), []))}
-    return [Turn(known, hit, visit, refuse).skip(readers, own) for visit in visits]
-
-
-def readers_of(
-    nodes: Sequence[Node], sources: Sources, ends: Iterable[Ref]
-) -> dict[Ref, list[str]]:
-    """The names of the nodes that read each value, and "" where it leaves the forward."""
+    known = _Known(inputs, nodes, sources)
     readers: dict[Ref, list[str]] = {}
     for node in nodes:
         for ref in read_refs(node, sources):
             readers.setdefault(ref, []).append(node.name)
-    for ref in ends:
-        readers.setdefault(ref, []).append("")
-    return readers
+    for out in outputs:
+        readers.setdefault(out.ref, []).append("")
+    inside = {name for visit in visits for name in visit.nodes}
+    trained = {i.name for i in inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
+    own = {p for p in trained if all(r in inside for r in readers.get(Ref(p), []))}
+    return [_Turn(known, hit, visit, refuse).skip(readers, own) for visit in visits]
 
 
 @dataclass(eq=False)
-class Known:
+class _Known:
     """A recording."""
 
     inputs: Sequence[Input]
@@ -96,12 +89,8 @@ class Known:
     given: dict[str, TensorSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.grow()
-
-    def grow(self) -> None:
-        """Looks at what was recorded since."""
-        self.made |= {n.name: n for n in self.nodes[len(self.made) :]}
-        self.given |= {i.name: i.spec for i in self.inputs[len(self.given) :]}
+        self.made |= {n.name: n for n in self.nodes}
+        self.given |= {i.name: i.spec for i in self.inputs}
 
     def spec(self, ref: Ref) -> TensorSpec:
         """The shape and dtype of a value."""
@@ -144,19 +133,12 @@ class Known:
             return True
         return not one.is_floating_point and self._is_wider(node)
 
-    def is_zero_with_all(self, node: Node) -> bool:
-        """Whether all that a call gives is zero where all of its argument is, and nowhere else."""
-        reduced = node.op in ANY or node.op == "aten.any.default"
-        if node.op in (SUM, "aten.sum.default"):
-            reduced = self.is_positive(node.refs[0])
-        return reduced or keeps_elements(node) or self.keeps_zeros(node)
 
-
-class Turn:
+class _Turn:
     """A turn, where its place was not hit."""
 
     def __init__(
-        self, known: Known, hit: Ref, visit: Visit, refuse: Callable[[str, str], Exception]
+        self, known: _Known, hit: Ref, visit: Visit, refuse: Callable[[str, str], Exception]
     ) -> None:
         self.known, self.visit, self.refuse = known, visit, refuse
         # Values of which all at the place along a dim is zero, and numbers that are never it: both
@@ -218,7 +200,11 @@ class Turn:
             return bool(self.gone.get(source) == dim and at % shape[dim] == place)
         if node.op == EQUAL:
             return node.args[1] == place and source in self.absent
-        return self.known.is_zero_with_all(node) and self.is_zero(source)
+        reduced = node.op in ANY or node.op == "aten.any.default"
+        if node.op in (SUM, "aten.sum.default"):
+            reduced = self.known.is_positive(source)
+        kept = reduced or keeps_elements(node) or self.known.keeps_zeros(node)
+        return kept and self.is_zero(source)
 
     def skip(self, readers: Mapping[Ref, Sequence[str]], own: Iterable[str]) -> Skip:
         """What is passed over. Raises where something else may be read of the turn."""
@@ -231,7 +217,7 @@ class Turn:
         for node in (self.known.made[name] for name in self.visit.nodes):
             if node.op in KEY_POSITION:
                 raise self.refuse(node.source, "random numbers are drawn")
-            chosen = self.masks_of(node)
+            chosen = self._masks(node)
             if not chosen and behind.isdisjoint(read_refs(node, self.known.sources)):
                 if any(ref.node in own for ref in node.refs):
                     raise self.refuse(node.source, "a parameter is read aside from rows")
@@ -240,8 +226,8 @@ class Turn:
             nodes.add(node.name)
             behind.update(node.outs)
             if chosen:
-                symbols |= self.sizes_of(node)
-            target = self.target_of(node, symbols, chosen)
+                symbols.update(s for n in numbers(self._shapes(node)) for s in n.symbols)
+            target = self._target(node, symbols, chosen)
             if target is not None:
                 same[Ref(node.name)] = target
         for name in self.visit.nodes:
@@ -256,12 +242,10 @@ class Turn:
         return Skip(self.visit.place, mask, frozenset(nodes), same, frozenset(names))
 
     @staticmethod
-    def sizes_of(node: Node) -> set[str]:
-        """The symbols in the shapes of what a call gives."""
-        shapes = tuple(o.shape for o in node.outputs if o is not None)
-        return {symbol for number in numbers(shapes) for symbol in number.symbols}
+    def _shapes(node: Node) -> tuple[Any, ...]:
+        return tuple(o.shape for o in node.outputs if o is not None)
 
-    def masks_of(self, node: Node) -> list[Ref]:
+    def _masks(self, node: Node) -> list[Ref]:
         """The masks by which a call selects. Raises where one may choose what was not hit."""
         chosen: list[Ref] = [node.args[0]] if node.op == NONZERO else []
         if node.op in (INDEX, PUT):
@@ -271,7 +255,7 @@ class Turn:
             raise self.refuse(node.source, "a mask is not known to be true just of what was hit")
         return chosen
 
-    def target_of(self, node: Node, symbols: set[str], chosen: Sequence[Ref]) -> Ref | None:
+    def _target(self, node: Node, symbols: set[str], chosen: Sequence[Ref]) -> Ref | None:
         """What a call leaves as it is, since no rows are written."""
         if node.op == INDEX_ADD:
             given = [*node.args, *dict(node.kwargs).values()]

@@ -14,15 +14,7 @@ from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.sharding.experts.loops import with_sorted_loops
 from merakc.train.unused import doubtful, drop_unused, forget
-from tests.frontend.hits.hit_loops import (
-    ASKED,
-    ASKING_OTHERS,
-    EXPERTS,
-    FORMS,
-    OTHERS,
-    TOKENS,
-    model_of,
-)  # fmt: skip
+from tests.frontend.hits.hit_loops import EXPERTS, FORMS, OTHERS, TOKENS, model_of
 from tests.frontend.small import WIDTH, randn
 
 
@@ -39,7 +31,7 @@ class Inside(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("form", FORMS + ASKED)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_a_loop_is_recorded_whole(form: Any, is_sorted: bool) -> None:
     model = model_of(form)
@@ -75,7 +67,7 @@ def test_a_loop_is_recorded_whole(form: Any, is_sorted: bool) -> None:
     assert unhit
 
 
-@pytest.mark.parametrize(("form", "said"), OTHERS + ASKING_OTHERS)
+@pytest.mark.parametrize(("form", "said"), OTHERS)
 def test_what_is_not_known_to_leave_all_as_it_is_runs_as_it_is(form: Any, said: str) -> None:
     made = record(Inside(form), (randn(TOKENS, WIDTH),), {}).graph
     (node,) = [n for n in made.nodes if n.op == OPAQUE]

@@ -15,9 +15,10 @@ from tests.passes.batches.forwards import Loss, check, in_parts
 from tests.passes.rule_cases import OPS
 
 BOUND = 1e-10
-# Values that are undefined; draws, which are keyed otherwise; a convention, which nothing proves.
+# Values that are undefined; draws, which are keyed otherwise; a convention, which nothing proves;
+# products of float8, which round what each part gives of a gradient by itself.
 LEFT_OUT = {
-    *KEY_POSITION, "aten.batch_norm.default",
+    *KEY_POSITION, "aten.batch_norm.default", "merakc.scaled_linear.default",
     *(op for op in OPS if "empty" in op),
 }  # fmt: skip
 TRIED = [op for op in OPS if op not in LEFT_OUT]
