@@ -26,6 +26,7 @@ from merakc.errors import ConfigError
 from merakc.kernels.collectives import all_reduce
 
 FLOAT8: Final = torch.float8_e4m3fn
+SCALED_LINEAR: Final = "merakc.scaled_linear.default"
 # What torch asks of a GPU for these products, and of the sizes of a matrix of float8.
 LEAST_CAPABILITY: Final = (8, 9)
 MULTIPLE: Final = 16

@@ -70,8 +70,10 @@ def record_part(
         compared=Compared() if compared is None else compared,
     )  # fmt: skip
     recording = _fitting(forward, couplings, divided=divided)
-    scaled = scaled_weights(recording.graph, rounded) if rounded else frozenset()
-    return replace(recording, scaled=scaled) if scaled else recording
+    if rounded is None:
+        return recording
+    states = None if recording.found is None else recording.found.states
+    return replace(recording, scaled=scaled_weights(recording.graph, rounded, states))
 
 
 def _fitting(forward: Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:

@@ -9,7 +9,6 @@ import torch
 from merakc.ir.graph import Node, Ref, TensorSpec
 from merakc.kernels.float8.scaled import FLOAT8
 
-SCALED_LINEAR = "merakc.scaled_linear.default"
 Calls = tuple[list[Node], Mapping[Ref, TensorSpec]]
 """Calls, and the shapes of their values."""
 

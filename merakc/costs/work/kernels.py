@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from merakc.analysis.aliases import FREE, equal_values, is_view, view_roots
-from merakc.costs.work.float8 import SCALED_LINEAR, forward_calls, gradient_calls
+from merakc.costs.work.float8 import forward_calls, gradient_calls
 from merakc.costs.work.flops import (
     COLLECTIVES,
     SCALED,
@@ -28,6 +28,7 @@ from merakc.costs.work.flops import (
 )
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.collectives import AXES
+from merakc.kernels.float8.scaled import SCALED_LINEAR
 from merakc.kernels.ops import BACK, OUT, REST
 from merakc.kernels.ring.swap import SWAP
 from merakc.kernels.scores import PLACES as SCORES

@@ -1,8 +1,9 @@
 """Products with weights in float8, where the precision of a step says so.
 
 A product with a weight becomes `merakc::scaled_linear` where its dims are multiples of 16, which
-the kernels ask for, and it is of the dtype that is computed in. Left as they are, as torchao and
-Transformer Engine leave them:
+the kernels ask for, and it is of the dtype that is computed in. Its rows must be of samples: what
+is the same for all of them gets a part of its gradient from every micro-batch, each rounded by
+itself. Left as they are, as torchao and Transformer Engine leave them:
 
 - products behind which there is no other, as those of classes and scores: rounding them is rounding
   the loss;
@@ -16,7 +17,7 @@ forward, before it is divided: it does not depend on ranks, stages or micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -25,17 +26,22 @@ from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.flops import node_flops
 from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
-from merakc.kernels.float8.scaled import MULTIPLE
+from merakc.kernels.float8.scaled import MULTIPLE, SCALED_LINEAR
+from merakc.passes.batches.states import Kind, State
 
-SCALED, ADD, TURN = "merakc.scaled_linear.default", "aten.add.Tensor", "aten.t.default"
+ADD, TURN = "aten.add.Tensor", "aten.t.default"
 LINEAR, ADDMM = "aten.linear.default", "aten.addmm.default"
 # Where rows and the weight are among the arguments.
 PLACES = {LINEAR: (0, 1), ADDMM: (1, 2), "aten.mm.default": (0, 1), "aten.matmul.default": (0, 1)}
 CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default"})
 
 
-def scaled_weights(graph: Graph, dtype: torch.dtype) -> frozenset[str]:
-    """The names of the weights of a whole forward whose products are to be in float8."""
+def scaled_weights(
+    graph: Graph, dtype: torch.dtype, states: Mapping[Ref, State] | None
+) -> frozenset[str]:
+    """The names of the weights of a whole forward whose products are to be in float8. `states` say
+    what values have samples; None of a batch that is never divided.
+    """
     inputs = {i.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
     roots = view_roots(graph, lambda node, _: is_view(node) or node.op in CASTS)
     kept, found = _kept(graph), dict[str, bool]()
@@ -45,6 +51,7 @@ def scaled_weights(graph: Graph, dtype: torch.dtype) -> frozenset[str]:
             if name is None or not node_flops(node, graph.specs()):
                 continue
             fits = node.name not in kept and _fits(node, ref, graph, dtype)
+            fits = fits and (states is None or _has_rows(states.get(Ref(node.name))))
             found[name] = fits and found.get(name, True)
     return frozenset(name for name, fits in found.items() if fits)
 
@@ -66,6 +73,10 @@ def _kept(graph: Graph) -> set[str]:
             if chosen or (node.name in chooses and not is_product):
                 chooses.add(ref.node)
     return kept
+
+
+def _has_rows(state: State | None) -> bool:
+    return state is not None and state.kind is Kind.ROWS
 
 
 def _fits(node: Node, weight: Ref, graph: Graph, dtype: torch.dtype) -> bool:
@@ -112,6 +123,6 @@ def _scaled(node: Node, graph: Graph) -> Iterator[Node]:
         yield replace(node, name=f"{node.name}.turned", op=TURN, args=(w,), outputs=turned)
         w = Ref(f"{node.name}.turned")
     name = f"{node.name}.product" if bias else node.name
-    yield replace(node, name=name, op=SCALED, args=(x, w))
+    yield replace(node, name=name, op=SCALED_LINEAR, args=(x, w))
     for ref in bias:
         yield replace(node, op=ADD, args=(Ref(name), ref))

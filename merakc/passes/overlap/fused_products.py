@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.float8.scaled import SCALED_LINEAR
 from merakc.passes.overlap.collective_matmul import WEIGHT_POSITION, product_weights
 
 GATHER, SCATTER = "merakc.gather_to.default", "merakc.reduce_scatter.default"
-SCALED_LINEAR = "merakc.scaled_linear.default"
 LINEAR, ADDMM = "aten.linear.default", "aten.addmm.default"
 GATHER_MATMUL, MATMUL_SCATTER = "merakc.gather_matmul.default", "merakc.matmul_scatter.default"
 

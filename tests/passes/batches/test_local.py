@@ -16,7 +16,8 @@ from tests.passes.rule_cases import OPS
 
 BOUND = 1e-10
 # Values that are undefined; draws, which are keyed otherwise; a convention, which nothing proves;
-# products of float8, which round what each part gives of a gradient by itself.
+# products of float8, which round what each part gives of a gradient by itself, and are made of rows
+# of samples alone.
 LEFT_OUT = {
     *KEY_POSITION, "aten.batch_norm.default", "merakc.scaled_linear.default",
     *(op for op in OPS if "empty" in op),

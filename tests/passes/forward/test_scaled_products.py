@@ -15,6 +15,7 @@ from merakc.ir.graph import Graph
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.forward.scaled_products import scaled_weights, with_scaled_products
 from tests.kernels.float8.test_scaled import Recipe
+from tests.recorded import one_of_several
 
 F32 = torch.float32
 Forward = Callable[["Layers", Tensor], Tensor]
@@ -69,7 +70,7 @@ CASES: dict[str, tuple[Forward, set[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_which_weights(case: str) -> None:
     forward, names = CASES[case]
-    assert scaled_weights(graph_of(forward), F32) == names
+    assert scaled_weights(graph_of(forward), F32, None) == names
 
 
 def test_models() -> None:
@@ -79,7 +80,7 @@ def test_models() -> None:
         ("mixtral", 4, ("gate", "experts", "lm_head")),
     ):  # fmt: skip
         case = MODELS[name]
-        found = scaled_weights(record(case.model(), (), case.batch(2)).graph, F32)
+        found = scaled_weights(record(case.model(), (), case.batch(2)).graph, F32, None)
         assert len(found) == 4 * per_layer
         assert not any(part in weight for weight in found for part in left)
 
@@ -112,3 +113,15 @@ def test_they_compute_the_recipe() -> None:
     y = Recipe.apply(x, model.first.weight) + model.first.bias
     y = Recipe.apply(y, model.square.t().contiguous()) + model.last.bias
     torch.testing.assert_close(found, model.last(y).mean())
+
+
+def test_what_is_the_same_for_all_samples_is_left() -> None:
+    """Of rows that all samples share every micro-batch would round its part of a gradient."""
+
+    def forward(m: Layers, x: Tensor) -> Tensor:
+        return m.last(m.first(x) + x.new_ones(1, 32) @ m.square)
+
+    recording = one_of_several(Layers(forward), (torch.ones(4, 32),))
+    assert recording.found is not None
+    assert scaled_weights(recording.graph, F32, recording.found.states) == {"first.weight"}
+    assert scaled_weights(recording.graph, F32, None) == {"first.weight", "square"}
